@@ -1,0 +1,331 @@
+"""What is asked of model folders and tokenizers before anything is started.
+
+Reads configs, tokenizers and the headers of weight files; never the weights, and never code that
+comes with a model (``trust_remote_code`` is refused everywhere). A model is named by its folder or
+by a hub id; of a hub id only the small files are fetched here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rock_opd.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "merges.txt"]
+MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """The numbers of one model that placement, limits and memory follow from."""
+
+    model: str
+    """Folder or hub id, as the recipe names it."""
+    architecture: str
+    vocab_size: int
+    """Rows of embedding and head, padding included."""
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    """Longest sequence the model was made for."""
+    tied: bool
+    """Embedding and head are one tensor."""
+    num_params: int
+    """Parameters, a tied head counted once."""
+    num_experts: int
+    """0 for a dense model."""
+    quantized: bool
+    """The weights are stored in a quantised format, which cannot be trained."""
+    scaled_head: str | None
+    """The setting that makes logits something else than head @ hidden, if there is one."""
+
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_number
+
+
+def model_folder(model: str) -> Path:
+    """The folder that holds the model's small files: ``model`` itself, or a hub snapshot of them.
+
+    Raises:
+        ModelError: neither a folder with a config.json nor a model the hub gives.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {model}: the folder has no config.json")
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(
+            f"model {model}: no such folder; the demo models are made by 'rock-opd prepare-demo'"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=SMALL_FILES))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise ModelError(
+            f"model {model}: no such folder here, and the hub gave nothing ({_first_line(error)}); "
+            "the demo models are made by 'rock-opd prepare-demo'"
+        ) from None
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The text model's config.
+
+    Raises:
+        ModelError: unreadable, not a causal language model, or only usable with code from the hub.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    folder = model_folder(model)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        text = str(error)
+        why = (
+            "it needs Python code that comes with the model, which is never run here"
+            if "trust_remote_code" in text or "custom code" in text
+            else _first_line(error)
+        )
+        raise ModelError(f"model {model}: config.json cannot be used: {why}") from None
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            f"model {model}: expected a causal language model, got model_type '{config.model_type}'"
+        )
+    return config.get_text_config()
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer.
+
+    Raises:
+        ModelError: none there, or only usable with code from the hub.
+    """
+    from transformers import AutoTokenizer
+
+    folder = model_folder(model)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizer readers raise a dozen kinds, Rust's among them
+        raise ModelError(f"model {model}: no usable tokenizer: {_first_line(error)}") from None
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Sixteen hex digits that two tokenizers share when every id means the same in both.
+
+    Taken over the map from token to id and the EOS id; how text is cut into tokens is left out, as
+    ids that were once sampled are never tokenised again.
+    """
+    digest = hashlib.sha256()
+    for token, token_id in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{token}\0{token_id}\n".encode())
+    digest.update(f"eos {tokenizer.eos_token_id}".encode())
+    return digest.hexdigest()[:16]
+
+
+def vocabulary_width(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Highest id of the tokenizer plus one: its length, where ids have no gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def num_real_ids(student: str, teacher: str) -> int:
+    """The vocabulary width that student and teacher share: every id below it is a real token.
+
+    Logits and head rows at or beyond it are padding: cut before the softmax, never sampled.
+
+    Raises:
+        ModelError: the tokenizers give one token two ids, one has tokens that the other lacks, or a
+            model's vocabulary is smaller than its tokenizer.
+    """
+    ours, theirs = load_tokenizer(student), load_tokenizer(teacher)
+    _check_same_ids(student, ours.get_vocab(), teacher, theirs.get_vocab())
+    width = vocabulary_width(ours)
+    for model in (student, teacher):
+        rows = load_config(model).vocab_size
+        if rows < width:
+            raise ModelError(
+                f"model {model}: {rows} vocabulary rows, but its tokenizer has ids up to "
+                f"{width - 1}; resize the embedding or use the model's own tokenizer"
+            )
+    return width
+
+
+def _check_same_ids(
+    student: str, ours: dict[str, int], teacher: str, theirs: dict[str, int]
+) -> None:
+    if ours == theirs:
+        return
+    moved = [token for token in ours if token in theirs and ours[token] != theirs[token]]
+    only_ours = [token for token in ours if token not in theirs]
+    only_theirs = [token for token in theirs if token not in ours]
+    if moved:
+        token = min(moved, key=ours.__getitem__)
+        example = f"{token!r} is {ours[token]} and {theirs[token]}"
+    else:
+        have, token = ("student", only_ours[0]) if only_ours else ("teacher", only_theirs[0])
+        example = f"only the {have} has {token!r}"
+    raise ModelError(
+        f"tokenizers of student {student} and teacher {teacher} differ: {len(moved)} tokens have "
+        f"other ids, {len(only_ours)} are only the student's, {len(only_theirs)} only the "
+        f"teacher's (first: {example}); take a pair that shares one tokenizer"
+    )
+
+
+def stop_token_ids(model: str) -> tuple[int, ...]:
+    """Ids that end a response: those of generation_config.json (else config.json) and the
+    tokenizer's EOS, sorted.
+
+    Raises:
+        ModelError: none is named anywhere, so that no response could ever end.
+    """
+    folder = model_folder(model)
+    stops: set[int] = set()
+    generation = folder / "generation_config.json"
+    named = _read_json(generation, model).get("eos_token_id") if generation.is_file() else None
+    if named is None:
+        named = load_config(model).eos_token_id
+    if named is not None:
+        stops.update(named if isinstance(named, list | tuple) else [named])
+    eos = load_tokenizer(model).eos_token_id
+    if eos is not None:
+        stops.add(eos)
+    if not stops:
+        raise ModelError(
+            f"model {model}: neither generation_config.json nor config.json nor the tokenizer names "
+            "an EOS, so no response could end; set eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(int(stop) for stop in stops))
+
+
+def model_facts(model: str) -> ModelFacts:
+    """The model's numbers, from its config and the headers of its weight files.
+
+    Raises:
+        ModelError: what ``load_config`` raises; weight files missing or cut short.
+    """
+    config = load_config(model)
+    folder = model_folder(model)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    tied = bool(config.tie_word_embeddings)
+    return ModelFacts(
+        model=model,
+        architecture=(config.architectures or [config.model_type])[0],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        max_positions=config.max_position_embeddings,
+        tied=tied,
+        num_params=_count_params(folder, model, config, tied=tied),
+        num_experts=getattr(config, "num_experts", None)
+        or getattr(config, "num_local_experts", None)
+        or 0,
+        quantized=getattr(config, "quantization_config", None) is not None,
+        scaled_head=_scaled_head(config),
+    )
+
+
+def _scaled_head(config: PreTrainedConfig) -> str | None:
+    """Settings under which logits are not head @ hidden (Gemma 2, Granite, Cohere)."""
+    for name, neutral in (
+        ("final_logit_softcapping", None),
+        ("logits_scaling", 1.0),
+        ("logit_scale", 1.0),
+    ):
+        value = getattr(config, name, neutral)
+        if value not in (None, neutral):
+            return f"{name}={value}"
+    return None
+
+
+def _count_params(folder: Path, model: str, config: PreTrainedConfig, *, tied: bool) -> int:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(_read_json(index, model)["weight_map"].values()))
+    else:
+        files = sorted(file.name for file in folder.glob("*.safetensors"))
+    is_hub_id = not Path(model).is_dir()
+    if is_hub_id or not files:
+        if not is_hub_id and not any(folder.glob("pytorch_model*.bin")):
+            raise ModelError(f"model {model}: the folder holds no weights (*.safetensors)")
+        return _count_params_on_meta(config)
+    total = 0
+    for file in files:
+        shapes = _safetensors_shapes(folder / file, model)
+        for name, shape in shapes.items():
+            if tied and name == "lm_head.weight":
+                continue
+            count = 1
+            for size in shape:
+                count *= size
+            total += count
+    return total
+
+
+def _count_params_on_meta(config: PreTrainedConfig) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _safetensors_shapes(path: Path, model: str) -> dict[str, list[int]]:
+    """Name and shape of every tensor, from the file's header.
+
+    Format: 8 bytes little-endian length, then JSON, then the data
+    (https://github.com/huggingface/safetensors#format).
+    """
+    if not path.is_file():
+        raise ModelError(f"model {model}: weight file {path.name} is missing")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < length <= min(size, MAX_HEADER_BYTES):
+            raise ModelError(f"model {model}: {path.name} is not a safetensors file")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except ValueError:
+            raise ModelError(f"model {model}: the header of {path.name} is damaged") from None
+    header.pop("__metadata__", None)
+    whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != whole:
+        raise ModelError(
+            f"model {model}: {path.name} has {size} bytes, its header names {whole}; fetch it again"
+        )
+    return {name: entry["shape"] for name, entry in header.items()}
+
+
+def _read_json(path: Path, model: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model {model}: {path.name} is unreadable: {_first_line(error)}"
+        ) from None
+    if not isinstance(content, dict):
+        raise ModelError(f"model {model}: {path.name} holds no JSON object")
+    return content
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
