@@ -204,8 +204,8 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
         stops.add(eos)
     if not stops:
         raise ModelError(
-            f"model {model}: neither generation_config.json nor config.json nor the tokenizer names "
-            "an EOS, so no response could end; set eos_token_id in generation_config.json"
+            f"model {model}: generation_config.json, config.json and the tokenizer name no EOS, so "
+            "no response could end; set eos_token_id in generation_config.json"
         )
     return tuple(sorted(int(stop) for stop in stops))
 
