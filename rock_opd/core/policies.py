@@ -1,0 +1,221 @@
+"""Which tokens train: from what is known to a weight for every sampled position.
+
+A policy is asked twice in a step. ``refresh`` may answer with a new ``FreezeMask``, built from the
+registry as it stood after earlier steps; ``weights`` then gives every position of the step its
+weight. The weight of x_t belongs to the logits that PREDICT x_t: policies look at sampled tokens
+only, and ``batching`` knows which row predicts which.
+
+Quantiles and budgets of a policy are over the whole step it is handed, never over a micro-batch.
+All randomness is handed in or derived from (seed, step), so that a resumed run draws what the
+uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from rock_opd.core.registry import Registry
+from rock_opd.errors import ConfigError, DataError
+from rock_opd.types import FreezeMask, StepSignals, TokenWeights
+
+_AUDIT, _CONTROL = 1, 2  # keep the streams of one seed apart
+
+
+def audit_rng(seed: int, step: int) -> np.random.Generator:
+    """The generator to hand to ``TokenPolicy.weights`` in this step."""
+    return np.random.default_rng((seed, step, _AUDIT))
+
+
+class TokenPolicy(Protocol):
+    """What the loop asks of a policy. Steps count from 1."""
+
+    mask: FreezeMask
+    """The mask in force. Version 0 freezes nothing; a policy that ignores types keeps that one."""
+
+    def refresh(self, step: int, registry: Registry) -> FreezeMask | None:
+        """The mask that holds from ``step`` on, or None while the one in force stays.
+
+        Called once before every step, with a registry of earlier steps only. A new mask means that
+        its frozen types differ; its version is one higher.
+        """
+        ...
+
+    def weights(
+        self, signals: StepSignals, mask: FreezeMask, *, rng: np.random.Generator
+    ) -> TokenWeights:
+        """One weight and one measure for each of the step's N positions."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """numpy arrays and plain numbers, from which ``load_state_dict`` restores exactly."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class TypePolicy:
+    """Weights by token type: ``lam`` for frozen types, 1 for the others. By itself freezes nothing.
+
+    All policies by type take these arguments, so that two arms of an experiment may differ by name
+    alone.
+    """
+
+    seed: int = 0
+    """Decides the random control."""
+    ids: np.ndarray | None = None
+    """int [F]: the types that ``list`` freezes."""
+    never: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int: types that are neither frozen by score nor serve as controls."""
+    lam: float = 0.0
+    """Weight of a frozen type, in [0, 1]."""
+    top_k: int = 100
+    """Types frozen at once."""
+    drop_most_frequent: int = 5
+    """Most frequent types taken out before ranking."""
+    control_may_use_dropped: bool = False
+    """Whether those may serve as controls."""
+    min_count: int = 20
+    """Occurrences a type needs to be ranked."""
+    warmup_steps: int = 20
+    """Steps without a mask; the first selection is made for the step after them."""
+    refresh_every: int = 10
+    """Steps between two selections."""
+    audit_share: float = 0.02
+    """Share of the positions of weight 0 that are measured all the same, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        self.mask = FreezeMask(
+            version=0, step=1, frozen_ids=np.zeros(0, np.int32), lam=float(self.lam)
+        )
+
+    def _choose(self, step: int, registry: Registry) -> FreezeMask | None:
+        """The types to freeze from ``step`` on, as a mask whose version is still to be set."""
+        return None
+
+    def refresh(self, step: int, registry: Registry) -> FreezeMask | None:
+        if registry.num_updates >= step:
+            raise ValueError(
+                f"the mask of step {step} must come from earlier steps, but the registry holds "
+                f"{registry.num_updates} steps"
+            )
+        choice = self._choose(step, registry)
+        if choice is None or np.array_equal(choice.frozen_ids, self.mask.frozen_ids):
+            return None
+        self.mask = choice
+        return choice
+
+    def weights(
+        self, signals: StepSignals, mask: FreezeMask, *, rng: np.random.Generator
+    ) -> TokenWeights:
+        frozen = np.isin(signals.token_ids, mask.frozen_ids)
+        weight = np.where(frozen, np.float32(mask.lam), np.float32(1))
+        # Drawn for every position: whether one is audited does not hang on which others are frozen.
+        audited = rng.random(signals.num_tokens) < self.audit_share
+        unseen = np.where(audited, np.float32(1 / self.audit_share), np.float32(0))
+        return TokenWeights(weight=weight, measure=np.where(weight > 0, np.float32(1), unseen))
+
+    def _next_mask(self, step: int, frozen_ids: np.ndarray, **control: Any) -> FreezeMask:
+        return FreezeMask(
+            version=self.mask.version + 1,
+            step=step,
+            frozen_ids=np.unique(frozen_ids).astype(np.int32),
+            lam=float(self.lam),
+            **control,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.mask)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises DataError when the state is not that of a mask."""
+        names = {column.name for column in fields(FreezeMask)}
+        if set(state) != names:
+            raise DataError(f"policy state has {sorted(state)}, expected {sorted(names)}")
+        self.mask = FreezeMask(**state)
+
+
+class FreezeList(TypePolicy):
+    """Freezes a given list from the first step on (mask version 1)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ids is None:
+            raise ConfigError("policy 'list' needs the token ids to freeze, got none")
+
+    def _choose(self, step: int, registry: Registry) -> FreezeMask | None:
+        if self.mask.version:
+            return None
+        ids = np.asarray(self.ids, np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < registry.num_types:
+            raise DataError(
+                f"frozen list: ids {ids.min()} to {ids.max()} reach beyond the "
+                f"{registry.num_types} types of this vocabulary"
+            )
+        return self._next_mask(step, ids)
+
+
+class RockFreeze(TypePolicy):
+    """Freezes the types of highest Rock Score, chosen anew every ``refresh_every`` steps."""
+
+    def _rocks(self, step: int, registry: Registry) -> np.ndarray | None:
+        """The rocks at a step that is due, ascending; None at the others."""
+        since_warmup = step - 1 - self.warmup_steps
+        if since_warmup < 0 or since_warmup % self.refresh_every:
+            return None
+        rocks = registry.select_rocks(
+            top_k=self.top_k,
+            drop_most_frequent=self.drop_most_frequent,
+            min_count=self.min_count,
+            never=self.never,
+        )
+        return np.sort(rocks)
+
+    def _choose(self, step: int, registry: Registry) -> FreezeMask | None:
+        rocks = self._rocks(step, registry)
+        return None if rocks is None else self._next_mask(step, rocks)
+
+
+class RandomMatched(RockFreeze):
+    """The control: lets the rocks train and freezes random types that occur as often as they do.
+
+    The control is drawn anew only when the rocks it stands in for have changed, always in the same
+    seeded order of types, so that it comes and goes no faster than the arm it is compared with.
+    """
+
+    def _choose(self, step: int, registry: Registry) -> FreezeMask | None:
+        rocks = self._rocks(step, registry)
+        if rocks is None or np.array_equal(rocks, self.mask.reference_ids):
+            return None
+        ids, residual = registry.match_random(
+            rocks,
+            rng=np.random.default_rng((self.seed, 0, _CONTROL)),
+            drop_most_frequent=0 if self.control_may_use_dropped else self.drop_most_frequent,
+            never=self.never,
+        )
+        return self._next_mask(step, ids, reference_ids=rocks, residual=residual)
+
+
+POLICIES: dict[str, Callable[..., TokenPolicy]] = {
+    "all": TypePolicy,
+    "list": FreezeList,
+    "rock_freeze": RockFreeze,
+    "random_matched": RandomMatched,
+}
+"""Name in a recipe -> what builds the policy from keyword arguments."""
+
+
+def make_policy(name: str, **kwargs: Any) -> TokenPolicy:
+    """Builds the policy of that name; those by type take the fields of ``TypePolicy`` as arguments.
+
+    Raises:
+        ConfigError: no policy of that name.
+        TypeError: an argument that no policy takes.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"policy '{name}' is not one of {', '.join(POLICIES)}")
+    return POLICIES[name](**kwargs)
