@@ -1,0 +1,4 @@
+from rock_opd.cli import main
+
+if __name__ == "__main__":
+    main()

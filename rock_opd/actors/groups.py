@@ -1,0 +1,518 @@
+"""Roles as groups: placement, start, fan-out with a time limit. What the coordinator sees of Ray.
+
+A group's methods take and return plain records; no handle or reference leaves this file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rock_opd.actors.workers import RolloutWorker, StudentWorker, TeacherWorker
+from rock_opd.config import Recipe, resolve_dtype
+from rock_opd.core.batching import Deal
+from rock_opd.errors import PlacementError, RockOPDError, RoleError, RoleTimeout
+from rock_opd.types import Rollout, SampleRequest, StepResult, TeacherScores, TrainBatch
+
+
+def resolve_device(recipe: Recipe) -> str:
+    """cpu or cuda; ``auto`` is cuda where the cluster has GPUs."""
+    if recipe.run.device != "auto":
+        return recipe.run.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+
+
+def gather(role: str, phase: str, refs: list[Any], timeout_s: float) -> list[Any]:
+    """Waits for one answer of each actor of a role.
+
+    Raises:
+        RoleTimeout: who, which phase, which limit.
+        RoleError: who died or failed, with the remote text; our own errors come through as they
+        are.
+    """
+    deadline = time.monotonic() + timeout_s
+    answers = []
+    for i, ref in enumerate(refs):
+        try:
+            answers.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.GetTimeoutError:
+            done, late = ray.wait(refs, num_returns=len(refs), timeout=0)
+            who = [j for j, r in enumerate(refs) if r in late]
+            raise RoleTimeout(
+                f"{role} {who}: no answer in phase '{phase}' within {timeout_s:g} s "
+                f"({len(done)} of {len(refs)} answered); see run.phase_timeout_s and "
+                f"run.start_timeout_s"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RockOPDError):
+                raise type(cause)(f"{role} {i}, phase '{phase}': {cause}") from None
+            raise RoleError(f"{role} {i} failed in phase '{phase}':\n{error}") from None
+        except ray.exceptions.RayActorError as error:
+            raise RoleError(f"{role} {i} died in phase '{phase}': {error}") from None
+    return answers
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One actor's place: scheduling options for Ray, and GPUs by index when roles share them."""
+
+    options: dict[str, Any]
+    gpus: list[int] | None
+
+
+class Placement:
+    """Reserves what the recipe asks for, all of it or nothing."""
+
+    def __init__(self, recipe: Recipe, device: str, wanted: tuple[str, ...]) -> None:
+        self._recipe, self._device = recipe, device
+        place = recipe.placement
+        every = {
+            "student": (recipe.student.num_ranks, 1, place.student_cpus),
+            "rollout": (
+                recipe.rollout.num_workers,
+                recipe.rollout.tensor_parallel,
+                place.rollout_cpus,
+            ),
+            "teacher": (
+                recipe.teacher.num_replicas,
+                recipe.teacher.tensor_parallel,
+                place.teacher_cpus,
+            ),
+        }
+        self._roles = {role: every[role] for role in wanted}
+        self._pools = self._share_gpus()
+        self._bundles: list[dict[str, float]] = []
+        self._of: dict[str, list[list[int]]] = {}
+        self._lay_bundles()
+        self._check_fits()
+        self._group = placement_group(self._bundles, strategy="PACK")
+        limit = min(60.0, recipe.run.start_timeout_s)
+        if not self._group.wait(timeout_seconds=limit):
+            raise PlacementError(
+                f"the cluster did not give the reserved resources in {limit:g} s\n{self._table()}"
+            )
+        self._gpu_ids = self._ask_gpu_ids() if "shared" in self._pools.values() else {}
+
+    def _share_gpus(self) -> dict[str, str]:
+        """Which roles draw their GPUs from the same pool; on CPU each has its own."""
+        colocate = self._recipe.placement.colocate if self._device == "cuda" else "none"
+        shared = {
+            "all": set(self._roles),
+            "teacher_rollout": {"teacher", "rollout"},
+            "none": set(),
+        }[colocate]
+        return {role: "shared" if role in shared else role for role in self._roles}
+
+    def _lay_bundles(self) -> None:
+        for pool in dict.fromkeys(self._pools.values()):
+            members = [r for r, p in self._pools.items() if p == pool]
+            if pool == "shared":
+                num = max(self._roles[r][0] * self._roles[r][1] for r in members)
+                cpus = sum(self._roles[r][0] * self._roles[r][2] for r in members) / num
+                base = len(self._bundles)
+                self._bundles += [{"GPU": 1, "CPU": cpus} for _ in range(num)]
+                for role in members:
+                    count, width, _ = self._roles[role]
+                    self._of[role] = [
+                        [base + i * width + j for j in range(width)] for i in range(count)
+                    ]
+            else:
+                for role in members:
+                    count, width, cpus = self._roles[role]
+                    self._of[role] = []
+                    for _ in range(count):
+                        self._of[role].append([len(self._bundles)])
+                        self._bundles.append(
+                            {"CPU": cpus, **({"GPU": width} if self._device == "cuda" else {})}
+                        )
+        self._bundles = [
+            {k: v for k, v in bundle.items() if v} or {"CPU": 0.001} for bundle in self._bundles
+        ]
+
+    def _check_fits(self) -> None:
+        have = ray.cluster_resources()
+        for kind in ("CPU", "GPU"):
+            if sum(b.get(kind, 0) for b in self._bundles) > have.get(kind, 0) + 1e-6:
+                raise PlacementError(
+                    f"the cluster is too small: {kind} asked "
+                    f"{sum(b.get(kind, 0) for b in self._bundles):g}, "
+                    f"there {have.get(kind, 0):g}. Lower placement.*_cpus, the number of actors, "
+                    f"or add nodes.\n" + self._table()
+                )
+
+    def _table(self) -> str:
+        rows = [f"  {'role':<8} {'actors':>6} {'CPU each':>9} {'GPU each':>9}"]
+        for role, (count, width, cpus) in self._roles.items():
+            rows.append(
+                f"  {role:<8} {count:>6} {cpus:>9g} {width if self._device == 'cuda' else 0:>9}"
+            )
+        have = ray.cluster_resources()
+        rows.append(
+            f"  cluster: {have.get('CPU', 0):g} CPU, {have.get('GPU', 0):g} GPU, "
+            f"{len(ray.nodes())} nodes"
+        )
+        return "\n".join(rows)
+
+    def _ask_gpu_ids(self) -> dict[int, int]:
+        """Physical index of the GPU of each one-GPU bundle of a shared pool."""
+
+        @ray.remote(num_gpus=1, num_cpus=0)
+        def mine() -> int:
+            return int(ray.get_gpu_ids()[0])
+
+        shared = sorted(
+            {b for r, p in self._pools.items() if p == "shared" for bs in self._of[r] for b in bs}
+        )
+        refs = [mine.options(scheduling_strategy=self._strategy(b)).remote() for b in shared]
+        return dict(zip(shared, gather("placement", "naming GPUs", refs, 60.0), strict=True))
+
+    def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
+    def slots(self, role: str) -> list[Slot]:
+        """Where the actors of a role go."""
+        _, width, _ = self._roles[role]
+        shared = self.shares(role)
+        threads = str(self._recipe.placement.threads)
+        env = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+        if self._device == "cuda":
+            env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if shared else {}
+        found = []
+        for bundles in self._of[role]:
+            options = {
+                "num_cpus": 0 if shared else self._bundles[bundles[0]].get("CPU", 0),
+                "num_gpus": width if self._device == "cuda" and not shared else 0,
+                "scheduling_strategy": self._strategy(bundles[0]),
+                "runtime_env": {"env_vars": env},
+            }
+            found.append(Slot(options, [self._gpu_ids[b] for b in bundles] if shared else None))
+        return found
+
+    def shares(self, role: str) -> bool:
+        """Whether the role takes turns on GPUs with others."""
+        return self._pools[role] == "shared"
+
+    def release(self) -> None:
+        ray.util.remove_placement_group(self._group)
+
+
+def _chunks(items: list[Any], num: int) -> list[list[Any]]:
+    """Contiguous, sizes differing by at most one; some may be empty."""
+    base, extra = divmod(len(items), num)
+    ends = [i * base + min(i, extra) for i in range(num + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(ends)]
+
+
+class Rollouts:
+    """The rollout workers: they sample from the student."""
+
+    def __init__(self, handles: list[Any], timeout_s: float) -> None:
+        self.handles, self._timeout_s = handles, timeout_s
+
+    def generate(
+        self,
+        requests: list[SampleRequest],
+        *,
+        temperature: float,
+        top_p: float,
+        max_new_tokens: int,
+    ) -> list[Rollout]:
+        """One rollout per request, in order."""
+        parts = _chunks(requests, len(self.handles))
+        refs = [
+            h.generate.remote(
+                part, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens
+            )
+            for h, part in zip(self.handles, parts, strict=True)
+            if part
+        ]
+        return [
+            r for part in gather("rollout worker", "generate", refs, self._timeout_s) for r in part
+        ]
+
+
+class Teachers:
+    """The teacher replicas: they score now and hand over rows later."""
+
+    def __init__(self, handles: list[Any], timeout_s: float) -> None:
+        self.handles, self._timeout_s = handles, timeout_s
+
+    def score(self, deal: Deal, rollouts: list[Rollout]) -> list[TeacherScores]:
+        """Scalars of every rollout, in order; each is scored by the replica the deal names."""
+        lots = [deal.for_teacher(i) for i in range(len(self.handles))]
+        refs = [
+            h.score.remote([rollouts[i] for i in lot])
+            for h, lot in zip(self.handles, lots, strict=True)
+        ]
+        parts = gather("teacher", "score", refs, self._timeout_s)
+        by_idx = {
+            i: s
+            for lot, part in zip(lots, parts, strict=True)
+            for i, s in zip(lot, part, strict=True)
+        }
+        return [by_idx[i] for i in range(len(rollouts))]
+
+    def clear(self) -> int:
+        """Ends the step: drops unfetched rows; returns the tokens prefilled twice."""
+        return sum(
+            gather("teacher", "clear", [h.clear.remote() for h in self.handles], self._timeout_s)
+        )
+
+
+class Students:
+    """The DeepSpeed ranks: every method is collective."""
+
+    def __init__(self, handles: list[Any], teachers: Teachers, timeout_s: float) -> None:
+        self._handles, self._teachers, self._timeout_s = handles, teachers, timeout_s
+
+    def train_step(
+        self, batches: list[list[TrainBatch]], *, total_weight: float, mask_version: int
+    ) -> list[StepResult]:
+        """One update; ``batches`` by rank, the same number of micro-batches for each."""
+        refs = [
+            h.train_step.remote(
+                part,
+                self._teachers.handles,
+                total_weight=total_weight,
+                mask_version=mask_version,
+                timeout_s=self._timeout_s,
+            )
+            for h, part in zip(self._handles, batches, strict=True)
+        ]
+        results = gather("student rank", "train", refs, self._timeout_s)
+        applied = sorted({r.mask_version for r in results})
+        if applied != [mask_version]:
+            raise RoleError(
+                f"student ranks trained under freeze masks {applied}, the coordinator sent "
+                f"v{mask_version}"
+            )
+        return results
+
+    def measure(self, batches: list[list[TrainBatch]]) -> list[StepResult]:
+        """Forward only: the same numbers, nothing moves."""
+        refs = [
+            h.measure.remote(part, self._teachers.handles, timeout_s=self._timeout_s)
+            for h, part in zip(self._handles, batches, strict=True)
+        ]
+        return gather("student rank", "measure", refs, self._timeout_s)
+
+    def push_weights(self, rollouts: Rollouts, *, version: int, bucket_bytes: int) -> None:
+        """Brings every rollout worker to this version; returns once each has proved it."""
+        refs = [
+            h.push_weights.remote(
+                rollouts.handles,
+                version=version,
+                bucket_bytes=bucket_bytes,
+                timeout_s=self._timeout_s,
+            )
+            for h in self._handles
+        ]
+        held = gather("student rank", "weight sync", refs, self._timeout_s)[0]
+        if held != [version] * len(rollouts.handles):
+            raise RoleError(
+                f"weight sync: rollout workers hold versions {held}, the trainer published "
+                f"v{version}"
+            )
+
+    def save_hf(self, path: Path) -> None:
+        gather(
+            "student rank",
+            "save model",
+            [h.save_hf.remote(path) for h in self._handles],
+            self._timeout_s,
+        )
+
+    def save_state(self, path: Path) -> None:
+        gather(
+            "student rank",
+            "save state",
+            [h.save_state.remote(path) for h in self._handles],
+            self._timeout_s,
+        )
+
+    def load_state(self, path: Path) -> None:
+        gather(
+            "student rank",
+            "load state",
+            [h.load_state.remote(path) for h in self._handles],
+            self._timeout_s,
+        )
+
+
+@dataclass
+class Roles:
+    """Everything the loop talks to."""
+
+    rollouts: Rollouts | None
+    teachers: Teachers
+    students: Students
+    device: str
+    _placement: Placement
+    _sharers: dict[str, list[Any]]
+    _awake: set[str]
+    _timeout_s: float
+
+    def turn(self, *roles: str) -> None:
+        """Gives the shared GPUs to these roles; without colocation there is nothing to do."""
+        wanted = {role for role in roles if role in self._sharers}
+        if not wanted:
+            return
+        for other in sorted(self._awake - wanted):
+            gather(
+                other, "sleep", [h.sleep.remote() for h in self._sharers[other]], self._timeout_s
+            )
+        for role in sorted(wanted - self._awake):
+            gather(role, "wake", [h.wake.remote() for h in self._sharers[role]], self._timeout_s)
+        self._awake = wanted
+
+    def stop(self) -> None:
+        """Ends every actor and gives the resources back."""
+        for handle in [
+            *(self.rollouts.handles if self.rollouts else []),
+            *self.teachers.handles,
+            *self.students._handles,
+        ]:
+            ray.kill(handle)
+        self._placement.release()
+
+
+def start_roles(
+    recipe: Recipe,
+    *,
+    num_updates: int,
+    num_real_ids: int,
+    stop_token_ids: tuple[int, ...],
+    say: Callable[[str], None],
+) -> Roles:
+    """Places and starts every actor of a run.
+
+    On CPU and with shared GPUs the roles start one after another: engines that import side by side
+    on few cores take minutes, and sharers need the memory in turn.
+    """
+    device = resolve_device(recipe)
+    samples = recipe.data.source == "student" or recipe.eval.num_heldout or recipe.eval.problems
+    wanted = ("student", "rollout", "teacher") if samples else ("student", "teacher")
+    placement = Placement(recipe, device, wanted)
+    start_s, phase_s = recipe.run.start_timeout_s, recipe.run.phase_timeout_s
+    in_turn = device == "cpu" or recipe.placement.colocate != "none"
+    sharers: dict[str, list[Any]] = {}
+    waiting: list[tuple[str, list[Any]]] = []
+
+    def started(role: str, handles: list[Any], refs: list[Any]) -> list[Any]:
+        if placement.shares(role):
+            sharers[role] = handles
+        waiting.append((role, refs))
+        if in_turn:
+            gather(role, "start", refs, start_s)
+            waiting.clear()
+            if placement.shares(role) and role != "student":
+                gather(role, "sleep", [h.sleep.remote() for h in handles], phase_s)
+        return handles
+
+    rollouts = None
+    if samples:
+        say("starting the rollout workers")
+        handles = _spawn_rollouts(
+            placement, recipe, device, recipe.student.model, num_real_ids, stop_token_ids
+        )
+        rollouts = Rollouts(
+            started("rollout", handles, [h.ready.remote() for h in handles]), phase_s
+        )
+    say("starting the teacher")
+    handles = [
+        ray.remote(TeacherWorker)
+        .options(**slot.options)
+        .remote(
+            recipe.teacher,
+            dtype=resolve_dtype(recipe.teacher.dtype, device),
+            device=device,
+            num_real_ids=num_real_ids,
+            max_model_len=recipe.rollout.max_model_len + recipe.teacher.prefix_tokens + 1,
+            threads=recipe.placement.threads,
+            gpus=slot.gpus,
+        )
+        for slot in placement.slots("teacher")
+    ]
+    teachers = Teachers(started("teacher", handles, [h.ready.remote() for h in handles]), phase_s)
+    say("starting the student")
+    handles = [
+        ray.remote(StudentWorker).options(**slot.options).remote(rank=i, gpus=slot.gpus)
+        for i, slot in enumerate(placement.slots("student"))
+    ]
+    master = gather("student rank", "address", [handles[0].free_address.remote()], start_s)[0]
+    refs = [
+        h.start.remote(
+            recipe.student,
+            recipe.optim,
+            recipe.loss,
+            teacher_model=recipe.teacher.model,
+            world_size=len(handles),
+            master=master,
+            device=device,
+            dtype=resolve_dtype(recipe.student.dtype, device),
+            needs_teacher_head=recipe.teacher.payload == "hidden",
+            num_updates=num_updates,
+            num_real_ids=num_real_ids,
+            seed=recipe.run.seed,
+            timeout_s=phase_s,
+        )
+        for h in handles
+    ]
+    students = Students(started("student", handles, refs), teachers, phase_s)
+    for role, refs in waiting:
+        gather(role, "start", refs, start_s)
+    awake = {"student"} & sharers.keys()
+    return Roles(rollouts, teachers, students, device, placement, sharers, awake, phase_s)
+
+
+def start_rollouts(
+    recipe: Recipe, *, model: str, num_real_ids: int, stop_token_ids: tuple[int, ...]
+) -> tuple[Rollouts, Callable[[], None]]:
+    """Rollout workers alone, for any model; also returns what gives their resources back."""
+    device = resolve_device(recipe)
+    placement = Placement(recipe, device, ("rollout",))
+    handles = _spawn_rollouts(placement, recipe, device, model, num_real_ids, stop_token_ids)
+    gather(
+        "rollout worker", "start", [h.ready.remote() for h in handles], recipe.run.start_timeout_s
+    )
+
+    def release() -> None:
+        for handle in handles:
+            ray.kill(handle)
+        placement.release()
+
+    return Rollouts(handles, recipe.run.phase_timeout_s), release
+
+
+def _spawn_rollouts(
+    placement: Placement,
+    recipe: Recipe,
+    device: str,
+    model: str,
+    num_real_ids: int,
+    stop_token_ids: tuple[int, ...],
+) -> list[Any]:
+    return [
+        ray.remote(RolloutWorker)
+        .options(**slot.options)
+        .remote(
+            recipe.rollout,
+            model=model,
+            dtype=resolve_dtype(recipe.rollout.dtype, device),
+            device=device,
+            num_real_ids=num_real_ids,
+            stop_token_ids=stop_token_ids,
+            threads=recipe.placement.threads,
+            gpus=slot.gpus,
+        )
+        for slot in placement.slots("rollout")
+    ]

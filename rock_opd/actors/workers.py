@@ -1,0 +1,296 @@
+"""The actor classes: each builds one engine in its own process and forwards calls. Plain Python;
+``groups`` wraps them with ``ray.remote``. Heavy imports happen in the constructors, in the actor's
+process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rock_opd.config import LossConfig, OptimConfig, RolloutConfig, StudentConfig, TeacherConfig
+from rock_opd.errors import RoleError, RoleTimeout
+from rock_opd.types import (
+    Rollout,
+    RowRequest,
+    SampleRequest,
+    StepResult,
+    TeacherRows,
+    TeacherScores,
+    TrainBatch,
+)
+
+
+def _pin_gpus(gpus: list[int] | None) -> None:
+    """With colocation several roles share GPUs that Ray cannot hand out twice: they are named by
+    index."""
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+
+
+class RolloutWorker:
+    """Holds one vLLM engine that samples from the student."""
+
+    def __init__(
+        self,
+        cfg: RolloutConfig,
+        *,
+        model: str,
+        dtype: str,
+        device: str,
+        num_real_ids: int,
+        stop_token_ids: tuple[int, ...],
+        threads: int,
+        gpus: list[int] | None = None,
+    ) -> None:
+        _pin_gpus(gpus)
+        from rock_opd.engines.vllm_rollout import RolloutEngine, prepare_environment
+
+        prepare_environment(device, threads)
+        self._engine = RolloutEngine(
+            cfg,
+            model=model,
+            dtype=dtype,
+            device=device,
+            num_real_ids=num_real_ids,
+            stop_token_ids=stop_token_ids,
+        )
+
+    def ready(self) -> None:
+        """Answers once the engine is up."""
+
+    def generate(
+        self,
+        requests: list[SampleRequest],
+        *,
+        temperature: float,
+        top_p: float,
+        max_new_tokens: int,
+    ) -> list[Rollout]:
+        return self._engine.generate(
+            requests, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens
+        )
+
+    def begin_update(self, version: int) -> None:
+        self._engine.begin_update(version)
+
+    def load_bucket(self, bucket: Any) -> None:
+        self._engine.load_bucket(bucket)
+
+    def end_update(self, checksums: dict[str, int]) -> int:
+        return self._engine.end_update(checksums)
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+
+class TeacherWorker:
+    """Holds one vLLM engine that scores with the teacher, and the rows that wait to be fetched."""
+
+    def __init__(
+        self,
+        cfg: TeacherConfig,
+        *,
+        dtype: str,
+        device: str,
+        num_real_ids: int,
+        max_model_len: int,
+        threads: int,
+        gpus: list[int] | None = None,
+    ) -> None:
+        _pin_gpus(gpus)
+        from rock_opd.engines.vllm_rollout import prepare_environment
+        from rock_opd.engines.vllm_teacher import TeacherEngine
+
+        prepare_environment(device, threads)
+        self._engine = TeacherEngine(
+            cfg, dtype=dtype, device=device, num_real_ids=num_real_ids, max_model_len=max_model_len
+        )
+
+    def ready(self) -> None:
+        """Answers once the engine is up."""
+
+    def score(self, rollouts: list[Rollout]) -> list[TeacherScores]:
+        return self._engine.score(rollouts)
+
+    def fetch(self, requests: tuple[RowRequest, ...]) -> TeacherRows:
+        return self._engine.fetch(requests)
+
+    def clear(self) -> int:
+        """Drops rows nobody fetched; returns the tokens prefilled twice since the last call."""
+        return self._engine.clear()
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+
+class StudentWorker:
+    """Holds one DeepSpeed rank. Pulls the teacher's rows itself, straight from whoever parked
+    them."""
+
+    def __init__(self, *, rank: int, gpus: list[int] | None = None) -> None:
+        _pin_gpus(gpus)
+        self._rank = rank
+        self._engine: Any = None
+
+    def free_address(self) -> tuple[str, int]:
+        """An address of this node and a port free on it, for the process group (asked of rank
+        0)."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return host, probe.getsockname()[1]
+
+    def start(
+        self,
+        cfg: StudentConfig,
+        optim: OptimConfig,
+        loss: LossConfig,
+        *,
+        teacher_model: str,
+        world_size: int,
+        master: tuple[str, int],
+        device: str,
+        dtype: str,
+        needs_teacher_head: bool,
+        num_updates: int,
+        num_real_ids: int,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        """Joins the process group and loads the model (all ranks together)."""
+        from rock_opd.engines.deepspeed_student import StudentEngine
+        from rock_opd.engines.teacher_head import load_head
+
+        self._engine = StudentEngine(
+            cfg,
+            optim,
+            loss,
+            model=cfg.model,
+            rank=self._rank,
+            world_size=world_size,
+            local_rank=0,
+            master_addr=master[0],
+            master_port=master[1],
+            device=device,
+            dtype=dtype,
+            num_updates=num_updates,
+            num_real_ids=num_real_ids,
+            teacher_head=load_head(teacher_model, dtype=dtype) if needs_teacher_head else None,
+            seed=seed,
+            timeout_s=timeout_s,
+        )
+
+    def train_step(
+        self,
+        batches: list[TrainBatch],
+        teachers: list[Any],
+        *,
+        total_weight: float,
+        mask_version: int,
+        timeout_s: float,
+    ) -> StepResult:
+        rows = _pull_rows(batches, teachers, timeout_s)
+        return self._engine.train_step(
+            batches, rows, total_weight=total_weight, mask_version=mask_version
+        )
+
+    def measure(
+        self, batches: list[TrainBatch], teachers: list[Any], *, timeout_s: float
+    ) -> StepResult:
+        return self._engine.measure(batches, _pull_rows(batches, teachers, timeout_s))
+
+    def push_weights(
+        self, workers: list[Any], *, version: int, bucket_bytes: int, timeout_s: float
+    ) -> list[int]:
+        """Sends this version to every rollout worker; rank 0 returns the versions they now hold.
+
+        All ranks take part in gathering; only rank 0 sends, one bucket at a time, each put once.
+        """
+        import ray
+
+        from rock_opd.engines.weight_sync import Checksums, to_wire
+
+        checksums = Checksums()
+        if self._rank == 0:
+            _answer(
+                [w.begin_update.remote(version) for w in workers], f"begin v{version}", timeout_s
+            )
+        for bucket in self._engine.weight_buckets(bucket_bytes):
+            if self._rank != 0:
+                continue
+            wire = to_wire(bucket)
+            checksums.update(wire)
+            ref = ray.put(wire)
+            _answer(
+                [w.load_bucket.remote(ref) for w in workers], f"bucket of v{version}", timeout_s
+            )
+        if self._rank != 0:
+            return []
+        return _answer(
+            [w.end_update.remote(checksums.chosen()) for w in workers], f"end v{version}", timeout_s
+        )
+
+    def save_hf(self, path: Path) -> None:
+        self._engine.save_hf(path)
+
+    def save_state(self, path: Path) -> None:
+        self._engine.save_state(path)
+
+    def load_state(self, path: Path) -> None:
+        self._engine.load_state(path)
+
+    def sleep(self) -> None:
+        self._engine.offload()
+
+    def wake(self) -> None:
+        self._engine.reload()
+
+
+def _answer(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
+    import ray
+
+    try:
+        return ray.get(refs, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
+        who = [i for i, ref in enumerate(refs) if ref in late]
+        raise RoleTimeout(
+            f"weight sync, {what}: no answer from rollout workers {who} in {timeout_s:g} s"
+        ) from None
+    except ray.exceptions.RayActorError as error:
+        raise RoleError(
+            f"weight sync, {what}: a rollout worker is gone: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _pull_rows(
+    batches: list[TrainBatch], teachers: list[Any], timeout_s: float
+) -> Iterator[TeacherRows]:
+    """Each micro-batch's teacher rows, the next ones on their way while these are used."""
+    import ray
+
+    def ask(batch: TrainBatch) -> Any:
+        return teachers[batch.teacher_idx].fetch.remote(batch.requests)
+
+    coming = ask(batches[0]) if batches else None
+    for i, batch in enumerate(batches):
+        ref, coming = coming, ask(batches[i + 1]) if i + 1 < len(batches) else None
+        try:
+            yield ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise RoleTimeout(
+                f"teacher {batch.teacher_idx} did not hand over the rows of micro-batch {i} in "
+                f"{timeout_s:g} s"
+            ) from None
+        del ref

@@ -1,0 +1,194 @@
+"""Checkpoints of a whole run: written aside, renamed when whole, found again by the newest whole
+one.
+
+``checkpoints/step_000012/`` holds ``student/`` (DeepSpeed's own: weights, moments, RNG),
+``state.json`` (numbers and text) and ``state.npz`` (arrays). A folder without ``complete.json`` is
+never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rock_opd.core.policies import TokenPolicy
+from rock_opd.core.registry import Registry
+from rock_opd.errors import DataError
+from rock_opd.evaluate import HeldoutKL
+from rock_opd.runlog import to_json, write_atomic
+from rock_opd.types import Rollout
+
+FORMAT = 1
+HELDOUT_FIELDS = (
+    "prompt_id",
+    "sample_idx",
+    "finish_reason",
+    "policy_version",
+    "prompt_len",
+    "teacher_id",
+)
+
+
+@dataclass
+class RunState:
+    """What the coordinator must not forget, beside the registry and the policy."""
+
+    step: int = 0
+    num_updates: int = 0
+    heldout: list[Rollout] = field(default_factory=list)
+    heldout_before: HeldoutKL | None = None
+    best_accuracy: float = -1.0
+    num_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    frozen_share: list[float] = field(default_factory=list)
+
+
+NUMBERS = ("step", "num_updates", "num_tokens", "best_accuracy", "seconds", "frozen_share")
+
+
+def pack_state(
+    state: RunState, registry: Registry, policy: TokenPolicy, fingerprints: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The coordinator's side of a checkpoint: JSON-able numbers, and arrays kept exactly.
+
+    Args:
+        fingerprints: what must be the same when the run goes on.
+    """
+    arrays = {}
+    scalars: dict[str, Any] = {}
+    for owner, values in (("registry", registry.state_dict()), ("policy", policy.state_dict())):
+        for name, value in values.items():
+            (arrays if isinstance(value, np.ndarray) else scalars)[f"{owner}.{name}"] = value
+    if state.heldout_before is not None:
+        arrays["before.kl"] = state.heldout_before.kl
+        arrays["before.counts"] = state.heldout_before.counts
+    for i, rollout in enumerate(state.heldout):
+        arrays[f"heldout{i}.token_ids"] = rollout.token_ids
+        arrays[f"heldout{i}.loss_mask"] = rollout.loss_mask
+        arrays[f"heldout{i}.logprobs"] = rollout.logprobs
+        if rollout.teacher_prefix_ids is not None:
+            arrays[f"heldout{i}.teacher_prefix_ids"] = rollout.teacher_prefix_ids
+    numbers = {
+        **{name: getattr(state, name) for name in NUMBERS},
+        "fingerprints": fingerprints,
+        "scalars": scalars,
+        "heldout": [{name: getattr(r, name) for name in HELDOUT_FIELDS} for r in state.heldout],
+    }
+    return numbers, arrays
+
+
+def unpack_state(
+    numbers: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    registry: Registry,
+    policy: TokenPolicy,
+    fingerprints: dict[str, Any],
+    *,
+    where: str,
+) -> RunState:
+    """The inverse of ``pack_state``; fills ``registry`` and ``policy`` in place.
+
+    Raises:
+        DataError: a fingerprint is another one.
+    """
+    for name, now in fingerprints.items():
+        then = numbers["fingerprints"].get(name)
+        if then != now:
+            raise DataError(
+                f"resume from {where}: {name} was {then}, is {now}; a run goes on with the "
+                f"prompts, models "
+                " and seed it began with"
+            )
+
+    values = {**arrays, **numbers["scalars"]}
+
+    def part(prefix: str) -> dict[str, Any]:
+        return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+    registry.load_state_dict(part("registry."))
+    policy.load_state_dict(part("policy."))
+    before = part("before.")
+    return RunState(
+        **{name: numbers[name] for name in NUMBERS},
+        heldout=[
+            Rollout(**part(f"heldout{i}."), **row) for i, row in enumerate(numbers["heldout"])
+        ],
+        heldout_before=HeldoutKL(**before) if before else None,
+    )
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    *,
+    numbers: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    save_student: Callable[[Path], None],
+    keep_last: int,
+) -> Path:
+    """Writes one checkpoint and prunes older ones.
+
+    Args:
+        numbers: JSON-able state of the coordinator.
+        arrays: its arrays, kept exactly.
+        save_student: called with the folder the student ranks write to.
+        keep_last: checkpoints kept; 0 keeps all.
+    """
+    final = checkpoint_dir(run_dir, step)
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "student").mkdir(parents=True)
+    save_student(partial / "student")
+    np.savez(partial / "state.npz", **arrays)
+    write_atomic(partial / "state.json", json.dumps(to_json(numbers)))
+    write_atomic(partial / "complete.json", json.dumps({"format": FORMAT, "step": step}))
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    if keep_last:
+        for _, old in list_checkpoints(run_dir)[:-keep_last]:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """Whole checkpoints, oldest first."""
+    found = []
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        match = re.fullmatch(r"step_(\d+)", path.name)
+        if match and (path / "complete.json").is_file():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def load_checkpoint(run_dir: Path) -> tuple[int, Path, dict[str, Any], dict[str, np.ndarray]]:
+    """The newest whole checkpoint: step, folder, numbers, arrays.
+
+    Raises:
+        DataError: there is none, or its format is another one.
+    """
+    found = list_checkpoints(run_dir)
+    if not found:
+        raise DataError(
+            f"resume: no whole checkpoint under {run_dir / 'checkpoints'}; start without "
+            f"resume=true, "
+            "or set checkpoint.every so that there will be one"
+        )
+    step, path = found[-1]
+    written = json.loads((path / "complete.json").read_text())["format"]
+    if written != FORMAT:
+        raise DataError(f"checkpoint {path}: format {written}, this version reads {FORMAT}")
+    with np.load(path / "state.npz", allow_pickle=False) as npz:
+        arrays = {name: npz[name] for name in npz.files}
+    return step, path, json.loads((path / "state.json").read_text()), arrays

@@ -1,0 +1,180 @@
+"""The command line: ``rock-opd train | check | prepare-demo | generate``. Parsing and showing, no
+more."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rock_opd.errors import (
+    EXIT_BAD_INPUT,
+    ConfigError,
+    DataError,
+    ModelError,
+    PlacementError,
+    RockOPDError,
+)
+
+if TYPE_CHECKING:
+    from rock_opd.coordinator import Progress
+
+EXIT_INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="rock_opd")
+def cli() -> None:
+    """On-policy distillation with token selection: find Rock Tokens, freeze them, and see what
+    that does."""
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--address", help="Ray cluster to join; otherwise RAY_ADDRESS, otherwise one is started here."
+)
+def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None:
+    """Run RECIPE. `rock-opd train RECIPE resume=true` goes on from its newest checkpoint."""
+    from rock_opd.config import load_recipe
+    from rock_opd.driver import anchor_paths, check_run_dir
+    from rock_opd.driver import train as run
+
+    cfg = anchor_paths(load_recipe(recipe, list(overrides)), Path.cwd())
+    check_run_dir(cfg)
+    others = [o for o in overrides if o != "resume=true"]
+    resume = " ".join(["rock-opd train", str(recipe), *others, "resume=true"])
+    with _Display() as display:
+        try:
+            summary = run(cfg, address=address, show=display)
+        except KeyboardInterrupt:
+            click.echo(
+                f"\nabandoned. From the last checkpoint, if there is one: {resume}", err=True
+            )
+            sys.exit(EXIT_INTERRUPTED)
+    if not summary["finished"]:
+        click.echo(f"\nstopped after step {summary['num_steps']}, saved. To go on: {resume}")
+        sys.exit(EXIT_INTERRUPTED)
+    from rock_opd.report import show_summary
+
+    show_summary(summary, cfg.run_dir)
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--static", is_flag=True, help="Leave out what needs the models and the data.")
+def check(recipe: Path, overrides: tuple[str, ...], static: bool) -> None:
+    """Verify RECIPE without training: files, tokenizers, widths, prompts as rendered, memory."""
+    from rock_opd.config import load_recipe
+    from rock_opd.preflight import check as run
+
+    report = run(load_recipe(recipe, list(overrides)), static=static)
+    for line in report.lines:
+        click.echo(line)
+    sys.exit(EXIT_BAD_INPUT if report.failed else 0)
+
+
+@cli.command("prepare-demo")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--tiny", is_flag=True, help="Tiny random models for tests instead of the quickstart's pair."
+)
+def prepare_demo(folder: Path, tiny: bool) -> None:
+    """Make the models and prompts of the quickstart (or of debug_cpu, with --tiny) in FOLDER."""
+    from rock_opd.demo import make_demo, make_tiny
+
+    (make_tiny if tiny else make_demo)(folder)
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="JSONL to write."
+)
+@click.option("--address", help="As for train.")
+def generate(recipe: Path, overrides: tuple[str, ...], output: Path, address: str | None) -> None:
+    """Let RECIPE's teacher answer its prompts (stage 1, off-policy): one JSONL row per answer."""
+    from rock_opd.config import load_recipe
+    from rock_opd.driver import anchor_paths
+    from rock_opd.generate import generate_answers
+
+    cfg = anchor_paths(load_recipe(recipe, list(overrides)), Path.cwd())
+    num = generate_answers(
+        cfg, output, address=address, say=lambda text: click.echo(text, err=True)
+    )
+    click.echo(f"{num} answers in {output}")
+
+
+class _Display:
+    """One live line on a terminal; one plain line per step elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(stderr=True)
+        self._live = (
+            Live(console=self._console, transient=True) if self._console.is_terminal else None
+        )
+        self._last_step = 0
+
+    def __enter__(self) -> _Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        for note in progress.notes:
+            self._console.print(note, markup=False, highlight=False)
+        line = _progress_line(progress)
+        if self._live:
+            from rich.text import Text
+
+            self._live.update(Text(line))
+        if progress.step > self._last_step:
+            self._last_step = progress.step
+            self._console.print(line, markup=False, highlight=False)
+
+
+def _progress_line(progress: Progress) -> str:
+    if not progress.step:
+        return progress.phase
+    left = "" if math.isnan(progress.seconds_left) else f"  {_duration(progress.seconds_left)} left"
+    return (
+        f"step {progress.step}/{progress.num_steps}  KL {progress.kl:.4f}  "
+        f"{progress.tokens_per_s:,.0f} tokens/s  "
+        f"frozen {progress.frozen_share:.1%}{left}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    )
+
+
+def main() -> Any:
+    """Entry point: our own errors are one line and exit status 2 (bad input) or 1 (a run that
+    failed)."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        return cli()
+    except (ConfigError, DataError, ModelError, PlacementError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_BAD_INPUT)
+    except RockOPDError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,619 @@
+"""A recipe: one frozen dataclass per part, YAML plus ``key.sub=value`` overrides, checked when
+built.
+
+Holds every check that needs no file and no model; those that do live in ``preflight``. A part of
+the program receives its own config, never the whole tree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rock_opd.errors import ConfigError
+
+# OmegaConf 2.3 knows no Literal types, so choices are plain strings checked in __post_init__.
+DTYPES = ("auto", "float32", "bfloat16")
+SOURCES = ("student", "dataset")
+DIVERGENCES = ("reverse_kl", "forward_kl", "policy_gradient")
+NORMALIZERS = ("kept", "all")
+POLICIES = ("all", "list", "rock_freeze", "random_matched")
+PAYLOADS = ("sampled", "topk_tail", "hidden")
+TEACHER_ENGINES = ("hidden", "prompt_logprobs")
+COLOCATE = ("all", "teacher_rollout", "none")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"{key} must be one of {', '.join(choices)}, got '{value}'{hint}")
+
+
+def _at_least(key: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ConfigError(f"{key} must be at least {least:g}, got {value:g}")
+
+
+def _within(key: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not (low < value <= high if open_low else low <= value <= high):
+        raise ConfigError(
+            f"{key} must lie in {'(' if open_low else '['}{low:g}, {high:g}], got {value:g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """The run as a whole."""
+
+    name: str = "run"
+    """Name of the run's folder."""
+    dir: str = "runs"
+    """Folder that holds the runs."""
+    seed: int = 0
+    """Decides data order, sampling, audits and controls."""
+    num_steps: int = 0
+    """Steps to train; 0 means ``num_epochs`` over the prompts."""
+    num_epochs: int = 1
+    """Passes over the prompts when ``num_steps`` is 0."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where every node offers GPUs to Ray."""
+    start_timeout_s: float = 1800.0
+    """Time limit for starting a role (loading a model included)."""
+    phase_timeout_s: float = 3600.0
+    """Time limit for one phase of one step."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise ConfigError(
+                f"run.name must be letters, digits, '.', '_' or '-' and start with a letter or "
+                f"digit, got '{self.name}'"
+            )
+        _at_least("run.seed", self.seed, 0)
+        _at_least("run.num_steps", self.num_steps, 0)
+        _at_least("run.num_epochs", self.num_epochs, 1)
+        _choice("run.device", self.device, DEVICES)
+        _at_least("run.start_timeout_s", self.start_timeout_s, 1)
+        _at_least("run.phase_timeout_s", self.phase_timeout_s, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    prompts: str = "???"
+    """JSONL or parquet with rows of ``id``, ``messages`` (or ``prompt``), optional ``answer``,
+    ``response``."""
+    source: str = "student"
+    """student: train on what the student samples; dataset: on the file's given responses."""
+    limit: int = 0
+    """Use only the first rows; 0 means all."""
+    skip: int = 0
+    """Rows to leave out at the front (they may serve as held-out prompts)."""
+    shuffle: bool = True
+    """Order of each epoch drawn from the seed; otherwise the file's own."""
+    on_bad_row: str = "skip"
+    """skip (counted, first offenders named) or fail."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template when set."""
+
+    def __post_init__(self) -> None:
+        _choice("data.source", self.source, SOURCES)
+        _choice("data.on_bad_row", self.on_bad_row, ("skip", "fail"))
+        _at_least("data.limit", self.limit, 0)
+        _at_least("data.skip", self.skip, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudentConfig:
+    """The model that learns, trained by DeepSpeed."""
+
+    model: str = "???"
+    """Folder or hub id."""
+    from_run: str | None = None
+    """Folder of a finished run whose student is the starting point, in place of ``model``."""
+    dtype: str = "auto"
+    """bfloat16, float32, or auto: bfloat16 on CUDA and on CPUs with native bf16 matrix units."""
+    num_ranks: int = 1
+    """Data-parallel DeepSpeed ranks."""
+    zero_stage: int = 2
+    """ZeRO stage, 0 to 3."""
+    micro_batch_tokens: int = 4096
+    """Tokens packed into one forward of one rank; a longer sequence goes alone."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward."""
+    attn_implementation: str = "sdpa"
+    """Attention of transformers: sdpa, eager, flash_attention_2."""
+    logit_chunk_rows: int = 512
+    """Kept rows projected to the vocabulary at once; bounds memory at rows x vocabulary x 4 bytes
+    x ~4."""
+    offload_optimizer: bool = False
+    """Keep optimizer states in host memory (ZeRO-Offload)."""
+
+    def __post_init__(self) -> None:
+        _choice("student.dtype", self.dtype, DTYPES)
+        _at_least("student.num_ranks", self.num_ranks, 1)
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"student.zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
+        _at_least("student.micro_batch_tokens", self.micro_batch_tokens, 1)
+        _at_least("student.logit_chunk_rows", self.logit_chunk_rows, 1)
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ConfigError("student.offload_optimizer needs student.zero_stage 1, 2 or 3, got 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 2e-6
+    """Peak learning rate."""
+    min_lr: float = 1e-8
+    """Where the cosine ends."""
+    warmup_ratio: float = 0.05
+    """Share of the updates that warm up."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Adam betas."""
+    eps: float = 1e-8
+    """Adam epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradient clipping by global norm; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        _within("optim.lr", self.lr, 0.0, 1.0, open_low=True)
+        _within("optim.min_lr", self.min_lr, 0.0, self.lr)
+        _within("optim.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ConfigError(f"optim.betas must lie in [0, 1), got {list(self.betas)}")
+        _within("optim.eps", self.eps, 0.0, 1.0, open_low=True)
+        _at_least("optim.weight_decay", self.weight_decay, 0)
+        _at_least("optim.max_grad_norm", self.max_grad_norm, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """Sampling from the student with vLLM."""
+
+    num_workers: int = 1
+    """vLLM rollout actors."""
+    tensor_parallel: int = 1
+    """GPUs per rollout actor."""
+    dtype: str = "auto"
+    """As ``student.dtype``."""
+    prompts_per_step: int = 8
+    """Prompts of one step."""
+    samples_per_prompt: int = 1
+    """Responses of one prompt."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out when the data are read, and counted."""
+    max_new_tokens: int = 512
+    """Length limit of a response."""
+    max_num_seqs: int = 64
+    """Sequences one engine decodes at once."""
+    kv_cache_bytes: int | None = None
+    """KV cache of one engine; None: 256 MiB on CPU, vLLM's own choice on GPU."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU that vLLM may take (when ``kv_cache_bytes`` is None)."""
+
+    def __post_init__(self) -> None:
+        for key in ("num_workers", "tensor_parallel", "prompts_per_step", "samples_per_prompt"):
+            _at_least(f"rollout.{key}", getattr(self, key), 1)
+        for key in ("max_prompt_tokens", "max_new_tokens", "max_num_seqs"):
+            _at_least(f"rollout.{key}", getattr(self, key), 1)
+        _choice("rollout.dtype", self.dtype, DTYPES)
+        _at_least("rollout.temperature", self.temperature, 0.0)
+        _within("rollout.top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within(
+            "rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence the student sees, in tokens."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherConfig:
+    """The model that scores, served by vLLM."""
+
+    model: str = "???"
+    """Folder or hub id."""
+    num_replicas: int = 1
+    """Teacher actors."""
+    tensor_parallel: int = 1
+    """GPUs per teacher actor."""
+    engine: str = "hidden"
+    """hidden: last hidden states, exact full-vocabulary divergence; prompt_logprobs: what a vLLM
+    server gives."""
+    payload: str = "hidden"
+    """What travels for a kept row: sampled, topk_tail or hidden."""
+    top_k: int = 64
+    """Entries per row of ``topk_tail``."""
+    dtype: str = "auto"
+    """As ``student.dtype``."""
+    wire_dtype: str = "auto"
+    """dtype of hidden rows on the way; auto: the teacher's own."""
+    max_num_seqs: int = 64
+    """Sequences one engine takes at once."""
+    max_batched_tokens: int = 8192
+    """Tokens of one prefill batch; longer sequences are prefilled in chunks."""
+    park_bytes: int = 8 << 30
+    """Host memory of one replica for hidden states waiting to be fetched."""
+    prefix_tokens: int = 0
+    """Room for a longer prompt that only the teacher reads."""
+    logit_chunk_rows: int = 512
+    """Rows projected to the vocabulary at once when scoring."""
+    kv_cache_bytes: int | None = None
+    """As ``rollout.kv_cache_bytes``."""
+    gpu_memory_utilization: float = 0.85
+    """As ``rollout.gpu_memory_utilization``."""
+
+    def __post_init__(self) -> None:
+        _at_least("teacher.num_replicas", self.num_replicas, 1)
+        _at_least("teacher.tensor_parallel", self.tensor_parallel, 1)
+        _choice("teacher.engine", self.engine, TEACHER_ENGINES)
+        _choice("teacher.payload", self.payload, PAYLOADS)
+        _choice("teacher.dtype", self.dtype, DTYPES)
+        _choice("teacher.wire_dtype", self.wire_dtype, DTYPES)
+        _at_least("teacher.top_k", self.top_k, 1)
+        for key in ("max_num_seqs", "max_batched_tokens", "park_bytes", "logit_chunk_rows"):
+            _at_least(f"teacher.{key}", getattr(self, key), 1)
+        _at_least("teacher.prefix_tokens", self.prefix_tokens, 0)
+        _within(
+            "teacher.gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
+        )
+        if self.engine == "prompt_logprobs" and self.payload == "hidden":
+            raise ConfigError(
+                "teacher.payload 'hidden' needs teacher.engine 'hidden', got 'prompt_logprobs'; "
+                "use payload topk_tail or sampled"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """What the student minimises at a trained position."""
+
+    divergence: str = "reverse_kl"
+    """reverse_kl or forward_kl (over what the payload gives), or policy_gradient on the sampled
+    token."""
+    kd_ratio: float = 1.0
+    """kd_ratio * divergence + (1 - kd_ratio) * cross-entropy on the token itself."""
+    normalizer: str = "kept"
+    """kept: divide by the step's sum of weights; all: by its number of response tokens."""
+
+    def __post_init__(self) -> None:
+        _choice("loss.divergence", self.divergence, DIVERGENCES)
+        _within("loss.kd_ratio", self.kd_ratio, 0.0, 1.0)
+        _choice("loss.normalizer", self.normalizer, NORMALIZERS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """Which tokens train."""
+
+    name: str = "all"
+    """all, list, rock_freeze, or random_matched."""
+    ids_file: str | None = None
+    """For ``list``: JSON list of token ids that are frozen from the first step on."""
+    lam: float = 0.0
+    """Weight of a frozen token (the paper's lambda), in [0, 1]."""
+    top_k: int = 100
+    """Token types frozen at once, by score."""
+    drop_most_frequent: int = 5
+    """Most frequent types taken out before ranking."""
+    control_may_use_dropped: bool = False
+    """random_matched: whether those types may serve as controls."""
+    min_count: int = 20
+    """Occurrences a type needs before it may be ranked."""
+    warmup_steps: int = 20
+    """Steps that are only observed."""
+    refresh_every: int = 10
+    """Steps between two selections."""
+    decay: float = 1.0
+    """Factor on the statistics before each step; 1 never forgets."""
+    audit_share: float = 0.02
+    """Share of frozen positions measured all the same (weight 0), so that frozen types can thaw."""
+
+    def __post_init__(self) -> None:
+        _choice("policy.name", self.name, POLICIES)
+        if (self.name == "list") != (self.ids_file is not None):
+            raise ConfigError(
+                f"policy.ids_file goes with policy.name=list and only with it, got name "
+                f"'{self.name}' "
+                f"and ids_file {self.ids_file!r}"
+            )
+        _within("policy.lam", self.lam, 0.0, 1.0)
+        _at_least("policy.top_k", self.top_k, 1)
+        _at_least("policy.drop_most_frequent", self.drop_most_frequent, 0)
+        _at_least("policy.min_count", self.min_count, 1)
+        _at_least("policy.warmup_steps", self.warmup_steps, 1)
+        _at_least("policy.refresh_every", self.refresh_every, 1)
+        _within("policy.decay", self.decay, 0.0, 1.0, open_low=True)
+        _within("policy.audit_share", self.audit_share, 0.0, 1.0, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    """Weights from the student to the rollout workers."""
+
+    bucket_bytes: int = 512 << 20
+    """Weights gathered and sent at once."""
+    max_logprob_gap: float = 0.5
+    """The run stops when the mean |trainer - rollout| log-probability of a step exceeds this."""
+
+    def __post_init__(self) -> None:
+        _at_least("sync.bucket_bytes", self.bucket_bytes, 1)
+        _within("sync.max_logprob_gap", self.max_logprob_gap, 0.0, 100.0, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Measured inside the run."""
+
+    heldout_prompts: str | None = None
+    """Prompt file for the held-out divergence; None: the ``data.skip`` first rows of the training
+    file."""
+    num_heldout: int = 0
+    """Held-out prompts answered once by the starting student; their KL is taken before and after.
+    0: none."""
+    problems: str | None = None
+    """JSONL of problems with ``answer``, graded by math-verify."""
+    every: int = 0
+    """Steps between two evaluations on ``problems``; 0: only at the end."""
+    samples: int = 1
+    """Answers per problem."""
+    temperature: float = 0.6
+    """Sampling temperature of the answers."""
+    max_new_tokens: int = 512
+    """Length limit of an answer."""
+
+    def __post_init__(self) -> None:
+        _at_least("eval.num_heldout", self.num_heldout, 0)
+        _at_least("eval.every", self.every, 0)
+        _at_least("eval.samples", self.samples, 1)
+        _at_least("eval.temperature", self.temperature, 0.0)
+        _at_least("eval.max_new_tokens", self.max_new_tokens, 1)
+        if self.every and self.problems is None:
+            raise ConfigError(
+                "eval.every needs eval.problems, a JSONL file of problems with answers"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What is kept on disk."""
+
+    every: int = 0
+    """Steps between two resumable checkpoints; 0: only on interruption and at the end."""
+    keep_last: int = 2
+    """Resumable checkpoints kept; 0 keeps all."""
+    keep_best: bool = True
+    """Keep the student of the best evaluation as ``best/`` when there is one."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every", self.every, 0)
+        _at_least("checkpoint.keep_last", self.keep_last, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementConfig:
+    """What each role takes from the Ray cluster."""
+
+    colocate: str = "none"
+    """GPU only. all: every role shares one set of GPUs in turn; teacher_rollout: those two share;
+    none."""
+    rollout_cpus: float = 1.0
+    """CPUs reserved per rollout actor."""
+    teacher_cpus: float = 1.0
+    """CPUs reserved per teacher actor."""
+    student_cpus: float = 1.0
+    """CPUs reserved per student rank."""
+    threads: int = 1
+    """OMP threads of each role's process on CPU."""
+
+    def __post_init__(self) -> None:
+        _choice("placement.colocate", self.colocate, COLOCATE)
+        for key in ("rollout_cpus", "teacher_cpus", "student_cpus"):
+            _at_least(f"placement.{key}", getattr(self, key), 0)
+        _at_least("placement.threads", self.threads, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """Where metrics go besides ``metrics.jsonl`` and TensorBoard."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project (extra ``[wandb]``)."""
+    mlflow_uri: str | None = None
+    """MLflow tracking address (extra ``[mlflow]``)."""
+    registry_every: int = 10
+    """Steps between two registry snapshots in ``registry/``; one is always written at the end."""
+
+    def __post_init__(self) -> None:
+        _at_least("log.registry_every", self.registry_every, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """The whole tree: one run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    resume: bool = False
+    """Go on from the newest whole checkpoint of the run's folder."""
+
+    def __post_init__(self) -> None:
+        sampled = self.loss.divergence == "policy_gradient"
+        if sampled and self.data.source == "dataset":
+            raise ConfigError(
+                "loss.divergence policy_gradient needs data.source=student: given responses were "
+                "not sampled"
+            )
+        if sampled and (self.rollout.temperature != 1.0 or self.rollout.top_p != 1.0):
+            raise ConfigError(
+                "loss.divergence policy_gradient is biased unless rollout.temperature=1 and "
+                "rollout.top_p=1, got "
+                f"{self.rollout.temperature:g} and {self.rollout.top_p:g}; train on reverse_kl "
+                f"instead"
+            )
+        if not sampled and self.teacher.payload == "sampled":
+            raise ConfigError(
+                f"loss.divergence {self.loss.divergence} needs teacher.payload hidden or "
+                f"topk_tail, got 'sampled': "
+                "back-propagating the sampled log-ratio drops the teacher from the gradient"
+            )
+        if self.placement.colocate != "none" and self.run.device == "cpu":
+            raise ConfigError("placement.colocate shares GPUs; on run.device=cpu it must be none")
+        if (
+            self.eval.num_heldout
+            and self.eval.heldout_prompts is None
+            and self.data.skip < self.eval.num_heldout
+        ):
+            raise ConfigError(
+                f"eval.num_heldout={self.eval.num_heldout} needs eval.heldout_prompts or "
+                f"data.skip of at least as "
+                f"many rows, got data.skip={self.data.skip}: held-out prompts must not be trained "
+                f"on"
+            )
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) / self.run.name
+
+
+def _nearest(schema: type, dotted: str) -> tuple[str, str]:
+    """The longest prefix of ``dotted`` that exists, and the nearest known key to the part that
+    does not."""
+    node, good = schema, []
+    for part in dotted.split("."):
+        known = {f.name: f.type for f in fields(node)} if is_dataclass(node) else {}
+        if part not in known:
+            near = difflib.get_close_matches(part, known, n=1, cutoff=0.0)
+            if not near or difflib.SequenceMatcher(None, part, near[0]).ratio() < 0.5:
+                every = {
+                    f"{section.name}.{f.name}"
+                    for section in fields(schema)
+                    if is_dataclass(section.default_factory)
+                    for f in fields(section.default_factory)
+                }
+                tails = [k for k in sorted(every) if k.split(".")[1] == part]
+                return ".".join(good), tails[0] if tails else (
+                    ".".join([*good, near[0]]) if near else ""
+                )
+            return ".".join(good), ".".join([*good, near[0]])
+        good.append(part)
+        node = next(f.default_factory for f in fields(node) if f.name == part)
+    return ".".join(good), ""
+
+
+def _unlock(node: DictConfig) -> None:
+    """Frozen dataclasses become read-only nodes; a recipe must be merged into them before they are
+    built."""
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            _unlock(child)
+
+
+def build_recipe(
+    tree: dict[str, Any] | DictConfig, overrides: list[str], *, where: str = "recipe"
+) -> Recipe:
+    """Builds and checks a recipe.
+
+    Raises:
+        ConfigError: an unknown key (naming the nearest known one), a wrong type, a value out of
+        range.
+    """
+    for item in overrides:
+        if "=" not in item or item.startswith("="):
+            raise ConfigError(f"override '{item}' must look like key.sub=value")
+    schema = OmegaConf.structured(Recipe)
+    _unlock(schema)
+    try:
+        merged = OmegaConf.merge(schema, tree, OmegaConf.from_dotlist(overrides))
+        if merged.student.from_run is not None:
+            merged.student.model = str(Path(merged.student.from_run) / "model")
+        for section, key in (("data", "prompts"), ("teacher", "model"), ("student", "model")):
+            if OmegaConf.is_missing(merged[section], key):
+                hint = " (or student.from_run)" if section == "student" else ""
+                raise ConfigError(f"{where}: {section}.{key} is missing{hint}")
+        recipe = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        full_key = getattr(error, "full_key", None) or ""
+        text = str(error).splitlines()[0]
+        if "not in" in text or type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
+            _, near = _nearest(Recipe, full_key)
+            raise ConfigError(
+                f"{where}: unknown key '{full_key}'" + (f"; did you mean '{near}'?" if near else "")
+            ) from None
+        raise ConfigError(f"{where}: {full_key}: {text}") from None
+    except ConfigError as error:
+        raise ConfigError(
+            f"{where}: {error}" if not str(error).startswith(where) else str(error)
+        ) from None
+    return recipe
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Reads a recipe file. Relative paths in it are taken from the working directory.
+
+    Raises:
+        ConfigError: no such file, not YAML, or what ``build_recipe`` raises.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"recipe {path}: no such file")
+    try:
+        tree = OmegaConf.load(path)
+    except Exception as error:  # yaml and OmegaConf raise a dozen kinds; all mean: not a recipe
+        raise ConfigError(
+            f"recipe {path}: not readable as YAML: {str(error).splitlines()[0]}"
+        ) from None
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(
+            f"recipe {path}: expected a mapping of sections, got {type(tree).__name__}"
+        )
+    return build_recipe(tree, overrides or [], where=f"recipe {path}")
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, as written to the run's folder; ``load_recipe`` reads it
+    back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(recipe))
+
+
+def resolve_dtype(name: str, device: str) -> Literal["float32", "bfloat16"]:
+    """What ``auto`` means here: bfloat16 on CUDA and where the CPU multiplies bf16 natively, else
+    float32."""
+    if name != "auto":
+        return name  # type: ignore[return-value]
+    if device == "cuda":
+        return "bfloat16"
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "bfloat16" if "amx_bf16" in flags or "avx512_bf16" in flags else "float32"

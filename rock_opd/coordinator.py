@@ -1,0 +1,573 @@
+"""One run, read top to bottom: prompts -> rollouts -> teacher -> token weights -> student ->
+weights back.
+
+A frozen token loses its gradient in step 4: the policy gives it weight 0, ``build_batches`` leaves
+its row out, and the student never projects it. The mask of a step is built from earlier steps
+only. The loop knows records and groups of roles, no Ray.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from rock_opd.checkpoint import (
+    RunState,
+    load_checkpoint,
+    pack_state,
+    save_checkpoint,
+    unpack_state,
+)
+from rock_opd.config import Recipe
+from rock_opd.core.batching import Deal, build_batches, deal, flatten, scatter, total_weight
+from rock_opd.core.metrics import (
+    freeze_metrics,
+    gap_metrics,
+    rollout_metrics,
+    train_metrics,
+)
+from rock_opd.core.policies import audit_rng, make_policy
+from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.data import PromptSet, given_rollouts
+from rock_opd.errors import NumericsError
+from rock_opd.evaluate import HeldoutKL, heldout_summary
+from rock_opd.runlog import RunLog
+from rock_opd.types import (
+    FreezeMask,
+    Prompt,
+    Rollout,
+    SampleRequest,
+    StepResult,
+    TeacherScores,
+    TokenWeights,
+)
+
+ROLES_OF_PHASE = {
+    "rollout": ("rollout",),
+    "teacher": ("teacher",),
+    "train": ("student",),
+    "sync": ("student", "rollout"),
+}
+"""Which roles hold the shared GPUs in a phase (``placement.colocate``)."""
+
+
+class Grader(Protocol):
+    """Grades answers against gold ones, wherever that may run."""
+
+    def __call__(self, answers: list[str], golds: list[str]) -> list[bool]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What was read and checked before any engine started."""
+
+    prompts: PromptSet
+    heldout: tuple[Prompt, ...]
+    problems: tuple[Prompt, ...]
+    tokenizer: Any
+    num_real_ids: int
+    frozen_list: np.ndarray | None
+    """int32: the ids of ``policy.ids_file``."""
+
+
+@dataclass
+class Progress:
+    """Where the run stands, for the person watching. Written by the loop, read by another
+    thread."""
+
+    phase: str = "reading"
+    step: int = 0
+    num_steps: int = 0
+    kl: float = math.nan
+    tokens_per_s: float = math.nan
+    frozen_share: float = 0.0
+    seconds_left: float = math.nan
+    notes: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Coordinator:
+    """Holds a run's state and drives the roles through it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        inputs: Inputs,
+        roles: Any,
+        *,
+        num_steps: int,
+        grader: Grader,
+        progress: Progress,
+        stop: threading.Event,
+    ) -> None:
+        self.recipe, self.inputs, self.roles = recipe, inputs, roles
+        self.num_steps, self.grader, self.progress, self.stop = num_steps, grader, progress, stop
+        self.registry = Registry(inputs.num_real_ids, decay=recipe.policy.decay)
+        policy = recipe.policy
+        self.policy = make_policy(
+            policy.name,
+            ids=inputs.frozen_list,
+            lam=policy.lam,
+            top_k=policy.top_k,
+            drop_most_frequent=policy.drop_most_frequent,
+            control_may_use_dropped=policy.control_may_use_dropped,
+            min_count=policy.min_count,
+            warmup_steps=policy.warmup_steps,
+            refresh_every=policy.refresh_every,
+            audit_share=policy.audit_share,
+            seed=recipe.run.seed,
+        )
+        self.state = RunState()
+        self._clock: dict[str, float] = {}
+        self._saved_step = -1
+        self._accuracy: tuple[int, float] | None = None
+
+    # ---------------------------------------------------------------- the loop
+
+    def run(self) -> dict[str, Any]:
+        """Trains to the last step, or to the end of the step in which a stop was asked for.
+
+        Returns:
+            The summary, as written to ``summary.json``.
+        """
+        resumed = self._resume() if self.recipe.resume else None
+        self.log = RunLog(self.recipe, resume_step=resumed)
+        if resumed is None:
+            self._measure_heldout_before()
+        else:
+            self.log.event("resume", self.state.step, num_updates=self.state.num_updates)
+        started, first = time.monotonic(), self.state.step
+        while self.state.step < self.num_steps and not self.stop.is_set():
+            self._step(self.state.step + 1)
+            done = self.state.step - first
+            self.progress.seconds_left = (
+                (time.monotonic() - started) / done * (self.num_steps - self.state.step)
+            )
+            if self._due(self.recipe.eval.every):
+                self._evaluate()
+            if self._due(self.recipe.checkpoint.every):
+                self._save()
+        return self._finish()
+
+    def _step(self, step: int) -> None:
+        recipe, state = self.recipe, self.state
+        self._clock = {}
+        step_started = time.monotonic()
+
+        # 1. prompts, in an order that is a function of seed and step
+        prompts = self.inputs.prompts.batch(step - 1, recipe.rollout.prompts_per_step)
+
+        # 2. the student samples (or the data set's responses are taken)
+        with self._phase("rollout"):
+            if recipe.data.source == "student":
+                rollouts = self._sample(prompts, step)
+            else:
+                rollouts = given_rollouts(prompts)
+
+        # 3. the teacher scores every sampled token, and keeps its hidden rows
+        with self._phase("teacher"):
+            lots = self._deal(rollouts)
+            scores = self.roles.teachers.score(lots, rollouts)
+        signals = flatten(rollouts, scores)
+
+        # 4. the policy says what each token weighs; its mask knows earlier steps only
+        old = self.policy.mask
+        mask = self.policy.refresh(step, self.registry)
+        if mask is not None:
+            self._tell_mask(old, mask, step)
+        weights = self.policy.weights(
+            signals, self.policy.mask, rng=audit_rng(recipe.run.seed, step)
+        )
+        batches = build_batches(lots, rollouts, weights)
+        denominator = total_weight(weights, normalizer=recipe.loss.normalizer)
+
+        # 5. the student learns from the rows that weigh something
+        with self._phase("train"):
+            trains = weights.weight.sum() > 0
+            if trains:
+                results = self.roles.students.train_step(
+                    batches, total_weight=denominator, mask_version=self.policy.mask.version
+                )
+                state.num_updates += 1
+            else:
+                results = self.roles.students.measure(batches)
+                self.log.event(
+                    "skip", step, reason="every position is frozen", num_tokens=signals.num_tokens
+                )
+        reprefilled = self.roles.teachers.clear()
+
+        # 6. what was measured goes into the registry
+        kl = scatter(results, signals.num_tokens, "kl")
+        self.registry.update(
+            TokenStats.from_rows(
+                signals.token_ids,
+                kl,
+                weights.measure,
+                signals.student_logprobs - signals.teacher_logprobs,
+                num_types=self.inputs.num_real_ids,
+            )
+        )
+        gap = gap_metrics(scatter(results, signals.num_tokens, "logprobs"), signals)
+        self._check_gap(gap, step)
+
+        # 7. the new weights go back to every rollout worker
+        with self._phase("sync"):
+            if trains:
+                self._sync(step)
+
+        self._clock["step"] = time.monotonic() - step_started
+        rx_bytes = sum(_num_bytes(x) for x in [*rollouts, *scores, *results])
+        state.step = step
+        state.num_tokens += signals.num_tokens
+        values = {
+            **train_metrics(results, weights, kl, denominator, recipe.optim.max_grad_norm),
+            "train/num_updates": state.num_updates,
+            **freeze_metrics(signals, weights, self.policy.mask),
+            **rollout_metrics(rollouts),
+            **gap,
+            "coordinator/rx_bytes": rx_bytes,
+            "coordinator/rx_bytes_per_token": rx_bytes / max(1, signals.num_tokens),
+            "teacher/reprefilled_tokens": reprefilled,
+            "perf/tokens_per_s": signals.num_tokens / self._clock["step"],
+            **{
+                f"time/{name}_s": self._clock.get(name)
+                for name in ("rollout", "teacher", "train", "sync", "step")
+            },
+        }
+        for name, seconds in self._clock.items():
+            state.seconds[name] = state.seconds.get(name, 0.0) + seconds
+        state.frozen_share.append(values["freeze/token_share"])
+        self.log.metrics(step, values)
+        if step % recipe.log.registry_every == 0:
+            self._snapshot()
+        self._show(step, values)
+
+    # ---------------------------------------------------------------- parts of a step
+
+    def _sample(self, prompts: list[Prompt], step: int) -> list[Rollout]:
+        cfg = self.recipe.rollout
+        requests = [
+            SampleRequest(
+                prompt=p, sample_idx=i, seed=sample_seed(self.recipe.run.seed, step, p.prompt_id, i)
+            )
+            for p in prompts
+            for i in range(cfg.samples_per_prompt)
+        ]
+        rollouts = self.roles.rollouts.generate(
+            requests,
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            max_new_tokens=cfg.max_new_tokens,
+        )
+        stale = sorted({r.policy_version for r in rollouts} - {self.state.num_updates})
+        if stale:
+            raise NumericsError(
+                f"step {step}: rollouts sampled with policy v{stale}, the trainer is at "
+                f"v{self.state.num_updates}"
+            )
+        return rollouts
+
+    def _deal(self, rollouts: list[Rollout]) -> Deal:
+        return deal(
+            rollouts,
+            num_ranks=self.recipe.student.num_ranks,
+            micro_batch_tokens=self.recipe.student.micro_batch_tokens,
+            num_teachers=self.recipe.teacher.num_replicas,
+        )
+
+    def _tell_mask(self, old: FreezeMask, mask: FreezeMask, step: int) -> None:
+        """A new mask version: who froze, who thawed, with the numbers that decided it."""
+        for kind, ids in (
+            ("freeze", np.setdiff1d(mask.frozen_ids, old.frozen_ids)),
+            ("thaw", np.setdiff1d(old.frozen_ids, mask.frozen_ids)),
+        ):
+            if len(ids):
+                self.log.event(
+                    kind,
+                    step,
+                    version=mask.version,
+                    lam=mask.lam,
+                    num_frozen=len(mask.frozen_ids),
+                    residual=mask.residual,
+                    types=self._type_rows(ids),
+                )
+
+    def _type_rows(self, ids: np.ndarray) -> list[dict[str, Any]]:
+        mean, score, count = (
+            self.registry.mean_loss(),
+            self.registry.score(),
+            self.registry.stats.count,
+        )
+        return [
+            {
+                "id": int(i),
+                "text": self.inputs.tokenizer.decode([int(i)]),
+                "count": float(count[i]),
+                "mean_kl": float(mean[i]),
+                "score": float(score[i]),
+            }
+            for i in ids
+        ]
+
+    def _sync(self, step: int) -> None:
+        version = self.state.num_updates
+        if self.roles.rollouts is None:
+            return
+        self.roles.students.push_weights(
+            self.roles.rollouts, version=version, bucket_bytes=self.recipe.sync.bucket_bytes
+        )
+        self.log.event("sync", step, version=version)
+
+    def _check_gap(self, gap: dict[str, float | None], step: int) -> None:
+        mean, limit = gap["sync/logprob_gap_mean"], self.recipe.sync.max_logprob_gap
+        if mean is not None and mean > limit:
+            raise NumericsError(
+                f"step {step}: trainer and rollout log-probabilities differ by {mean:.3g} nats on "
+                f"average (limit sync.max_logprob_gap={limit:g}): the rollout engine does not hold "
+                "the trainer's weights, or the two compute another model"
+            )
+
+    def _show(self, step: int, values: dict[str, Any]) -> None:
+        progress = self.progress
+        progress.step, progress.frozen_share = step, values["freeze/token_share"]
+        progress.kl = math.nan if values["train/kl_mean"] is None else values["train/kl_mean"]
+        progress.tokens_per_s = values["perf/tokens_per_s"]
+
+    def _snapshot(self) -> None:
+        columns = self.registry.table(frozen_ids=self.policy.mask.frozen_ids)
+        text = [self.inputs.tokenizer.decode([int(i)]) for i in columns["token_id"]]
+        self.log.registry(self.state.step, {"text": text, **columns})
+
+    # ---------------------------------------------------------------- held out, evaluation
+
+    def _measure_heldout_before(self) -> None:
+        if not self.inputs.heldout:
+            return
+        self.progress.phase = "held-out KL before"
+        cfg = self.recipe.rollout
+        seed = self.recipe.run.seed
+        requests = [
+            SampleRequest(prompt=p, sample_idx=0, seed=sample_seed(seed, 0, p.prompt_id, 0))
+            for p in self.inputs.heldout
+        ]
+        self.roles.turn("rollout")
+        self.state.heldout = self.roles.rollouts.generate(
+            requests,
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            max_new_tokens=cfg.max_new_tokens,
+        )
+        self.state.heldout_before = self._heldout_kl()
+
+    def _heldout_kl(self) -> HeldoutKL:
+        rollouts = self.state.heldout
+        lots = self._deal(rollouts)
+        self.roles.turn("teacher")
+        signals = flatten(rollouts, self.roles.teachers.score(lots, rollouts))
+        ones = np.ones(signals.num_tokens, np.float32)
+        self.roles.turn("student")
+        results = self.roles.students.measure(
+            build_batches(lots, rollouts, TokenWeights(weight=ones, measure=ones))
+        )
+        self.roles.teachers.clear()
+        return HeldoutKL.from_flat(scatter(results, signals.num_tokens, "kl"), rollouts)
+
+    def _heldout_frozen(self) -> np.ndarray:
+        """bool [N]: held-out positions whose type is frozen now."""
+        ids = [r.token_ids[r.positions] for r in self.state.heldout]
+        return np.isin(np.concatenate(ids) if ids else np.zeros(0), self.policy.mask.frozen_ids)
+
+    def _evaluate(self) -> float | None:
+        """Accuracy on the recipe's problems; keeps the student when it is the best so far."""
+        if not self.inputs.problems:
+            return None
+        if self._accuracy is not None and self._accuracy[0] == self.state.step:
+            return self._accuracy[1]
+        cfg, state = self.recipe.eval, self.state
+        self.progress.phase = "evaluate"
+        started = time.monotonic()
+        requests = [
+            SampleRequest(
+                prompt=p, sample_idx=i, seed=sample_seed(self.recipe.run.seed, -1, p.prompt_id, i)
+            )
+            for p in self.inputs.problems
+            for i in range(cfg.samples)
+        ]
+        self.roles.turn("rollout")
+        answers = self.roles.rollouts.generate(
+            requests, temperature=cfg.temperature, top_p=1.0, max_new_tokens=cfg.max_new_tokens
+        )
+        right = self.grader(
+            [self._response_text(a) for a in answers], [r.prompt.answer or "" for r in requests]
+        )
+        accuracy = sum(right) / len(right)
+        self._accuracy = (state.step, accuracy)
+        best = accuracy > state.best_accuracy
+        self.log.event(
+            "evaluate",
+            state.step,
+            accuracy=accuracy,
+            num_answers=len(right),
+            truncated=sum(a.finish_reason == "length" for a in answers) / len(answers),
+            best=best,
+            seconds=time.monotonic() - started,
+        )
+        if best:
+            state.best_accuracy = accuracy
+            if self.recipe.checkpoint.keep_best:
+                self.roles.turn("student")
+                self.roles.students.save_hf(self.recipe.run_dir / "best")
+        return accuracy
+
+    def _response_text(self, rollout: Rollout) -> str:
+        return self.inputs.tokenizer.decode(
+            rollout.token_ids[rollout.positions], skip_special_tokens=True
+        )
+
+    # ---------------------------------------------------------------- checkpoint, resume, end
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0
+
+    def _fingerprints(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        return {
+            "prompts": self.inputs.prompts.fingerprint,
+            "seed": self.recipe.run.seed,
+            "vocabulary": self.inputs.num_real_ids,
+        }
+
+    def _save(self) -> None:
+        state = self.state
+        if self._saved_step == state.step:
+            return
+        started = time.monotonic()
+        self.progress.phase = "checkpoint"
+        numbers, arrays = pack_state(state, self.registry, self.policy, self._fingerprints())
+        self.roles.turn("student")
+        path = save_checkpoint(
+            self.recipe.run_dir,
+            state.step,
+            numbers=numbers,
+            arrays=arrays,
+            save_student=self.roles.students.save_state,
+            keep_last=self.recipe.checkpoint.keep_last,
+        )
+        self._saved_step = state.step
+        self.log.event("checkpoint", state.step, path=path.name, seconds=time.monotonic() - started)
+
+    def _resume(self) -> int:
+        """Everything back as it was after the newest whole checkpoint's step, the rollout workers
+        included."""
+        step, path, numbers, arrays = load_checkpoint(self.recipe.run_dir)
+        self.state = unpack_state(
+            numbers, arrays, self.registry, self.policy, self._fingerprints(), where=str(path)
+        )
+        self.roles.turn("student")
+        self.roles.students.load_state(path / "student")
+        if self.roles.rollouts is not None:
+            self.roles.turn("student", "rollout")
+            self.roles.students.push_weights(
+                self.roles.rollouts,
+                version=self.state.num_updates,
+                bucket_bytes=self.recipe.sync.bucket_bytes,
+            )
+        return step
+
+    def _finish(self) -> dict[str, Any]:
+        """Saves what the run leaves behind; an interrupted run leaves a checkpoint and says so."""
+        state, recipe = self.state, self.recipe
+        whole = state.step >= self.num_steps
+        self._save()
+        self._snapshot()
+        summary: dict[str, Any] = {
+            "name": recipe.run.name,
+            "finished": whole,
+            "num_steps": state.step,
+            "num_updates": state.num_updates,
+            "num_tokens": state.num_tokens,
+            "tokens_per_s": state.num_tokens / max(1e-9, state.seconds.get("step", 0.0)),
+            "phase_s": state.seconds,
+            "frozen_share": state.frozen_share,
+            "mask_version": self.policy.mask.version,
+            "rocks": self._top_types(20),
+        }
+        if not whole:
+            self.log.event("stop", state.step)
+            self.log.summary(summary)
+            self.log.close()
+            return summary
+        after = None
+        if state.heldout:
+            self.progress.phase = "held-out KL after"
+            after = self._heldout_kl()
+        summary |= heldout_summary(
+            state.heldout_before, after, frozen=self._heldout_frozen(), seed=recipe.run.seed
+        )
+        summary["samples"] = self._before_and_after()
+        summary["accuracy"] = self._evaluate()
+        self.progress.phase = "saving"
+        self.roles.turn("student")
+        self.roles.students.save_hf(recipe.run_dir / "model")
+        self.log.event("finish", state.step)
+        self.log.summary(summary)
+        self.log.close()
+        return summary
+
+    def _top_types(self, num: int) -> list[dict[str, Any]]:
+        """The types with the highest score, with whether they are frozen now."""
+        ids = self.registry.table(top=num)["token_id"]
+        frozen = np.isin(ids, self.policy.mask.frozen_ids)
+        rows = zip(self._type_rows(ids), frozen, strict=True)
+        return [row | {"frozen": bool(f)} for row, f in rows if row["score"] > 0]
+
+    def _before_and_after(self) -> dict[str, str] | None:
+        """One held-out prompt, answered by the starting and by the trained student with the same
+        seed."""
+        if not self.state.heldout:
+            return None
+        cfg, prompt = self.recipe.rollout, self.inputs.heldout[0]
+        seed = sample_seed(self.recipe.run.seed, 0, prompt.prompt_id, 0)
+        self.roles.turn("rollout")
+        [after] = self.roles.rollouts.generate(
+            [SampleRequest(prompt=prompt, sample_idx=0, seed=seed)],
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            max_new_tokens=cfg.max_new_tokens,
+        )
+        return {
+            "prompt": self.inputs.tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
+            "before": self._response_text(self.state.heldout[0]),
+            "after": self._response_text(after),
+        }
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.progress.phase = name
+        self.roles.turn(*ROLES_OF_PHASE[name])
+        started = time.monotonic()
+        yield
+        self._clock[name] = time.monotonic() - started
+
+
+def sample_seed(run_seed: int, step: int, prompt_id: str, sample_idx: int) -> int:
+    """Seed of one sample: a function of what it is, not of who samples it. In [0, 2**31)."""
+    import hashlib
+
+    text = f"{run_seed}/{step}/{prompt_id}/{sample_idx}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") & 0x7FFFFFFF
+
+
+def _num_bytes(record: Rollout | TeacherScores | StepResult) -> int:
+    """Bytes of a record's arrays: what crossed into this process."""
+    values = (getattr(record, f.name) for f in fields(record))
+    return sum(v.nbytes for v in values if isinstance(v, np.ndarray))

