@@ -397,7 +397,7 @@ class EvalConfig:
 class CheckpointConfig:
     """What is kept on disk."""
 
-    every: int = 0
+    every: int = 50
     """Steps between two resumable checkpoints; 0: only on interruption and at the end."""
     keep_last: int = 2
     """Resumable checkpoints kept; 0 keeps all."""

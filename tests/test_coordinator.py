@@ -1,0 +1,334 @@
+"""The loop, against roles that compute nothing: what it sends, what it refuses, what it writes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rock_opd.config import Recipe, build_recipe
+from rock_opd.coordinator import Coordinator, Inputs, Progress, sample_seed
+from rock_opd.data import PromptSet
+from rock_opd.errors import DataError, NumericsError
+from rock_opd.types import Prompt, Rollout, StepResult, TeacherScores, TrainBatch
+
+VOCAB = 16
+HARD = 7
+"""The token type whose KL is always 1; all others have KL 0.1."""
+
+
+class Roles:
+    """Stands in for Ray and the engines. The student samples ids from the request's seed."""
+
+    def __init__(self) -> None:
+        self.rollouts = self.teachers = self.students = self
+        self.version = self.updates = 0
+        self.gap = 0.0
+        self.lag = 0
+        self.only: int | None = None
+        self.calls: list[tuple[str, object]] = []
+
+    def turn(self, *roles: str) -> None:
+        self.calls.append(("turn", roles))
+
+    def generate(self, requests, *, temperature, top_p, max_new_tokens):
+        return [self._rollout(request, max_new_tokens) for request in requests]
+
+    def _rollout(self, request, num) -> Rollout:
+        rng = np.random.default_rng(request.seed)
+        response = rng.integers(3, VOCAB, num) if self.only is None else np.full(num, self.only)
+        prompt = request.prompt.token_ids
+        ids = np.concatenate([prompt, response]).astype(np.int32)
+        mask = np.arange(len(ids)) >= len(prompt)
+        return Rollout(
+            prompt_id=request.prompt.prompt_id,
+            sample_idx=request.sample_idx,
+            token_ids=ids,
+            loss_mask=mask,
+            logprobs=np.where(mask, -1.0, np.nan).astype(np.float32),
+            finish_reason="length",
+            policy_version=self.version - self.lag,
+            prompt_len=len(prompt),
+        )
+
+    def score(self, deal, rollouts):
+        return [
+            TeacherScores(
+                key=r.key, logprobs=np.full(len(r.positions), -1.5, np.float32), entropy=None
+            )
+            for r in rollouts
+        ]
+
+    def clear(self) -> int:
+        return 0
+
+    def train_step(self, batches, *, total_weight, mask_version):
+        self.updates += 1
+        self.calls.append(("train", total_weight))
+        return [self._result(b, mask_version) for b in batches]
+
+    def measure(self, batches):
+        self.calls.append(("measure", None))
+        return [self._result(b, 0) for b in batches]
+
+    def _result(self, batches: list[TrainBatch], mask_version: int) -> StepResult:
+        ids = np.concatenate([b.token_ids[b.predicted] for b in batches])
+        return StepResult(
+            index=np.concatenate([b.index for b in batches]),
+            kl=np.where(ids == HARD, 1.0, 0.1 / (1 + self.updates)).astype(np.float32),
+            logprobs=np.full(len(ids), -1.0 + self.gap, np.float32),
+            loss=0.5,
+            grad_norm=2.0,
+            learning_rate=1e-3,
+            mask_version=mask_version,
+            policy_version=self.updates,
+            num_empty_batches=sum(not b.weight.any() for b in batches),
+        )
+
+    def push_weights(self, rollouts, *, version, bucket_bytes):
+        self.version = version
+
+    def save_hf(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def save_state(self, path: Path) -> None:
+        (path / "updates").write_text(str(self.updates))
+
+    def load_state(self, path: Path) -> None:
+        self.updates = int((path / "updates").read_text())
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens=False) -> str:
+        return " ".join(map(str, np.asarray(ids)))
+
+
+def make_recipe(folder: Path, *overrides: str) -> Recipe:
+    base = {
+        "run": {"name": "t", "dir": str(folder), "num_steps": 6, "device": "cpu"},
+        "data": {"prompts": "p.jsonl", "skip": 2},
+        "student": {"model": "s", "num_ranks": 2, "micro_batch_tokens": 40},
+        "teacher": {"model": "t"},
+        "rollout": {"prompts_per_step": 4, "max_new_tokens": 20},
+        "policy": {
+            "name": "rock_freeze",
+            "top_k": 1,
+            "drop_most_frequent": 0,
+            "min_count": 1,
+            "warmup_steps": 2,
+            "refresh_every": 2,
+            "audit_share": 0.5,
+        },
+    }
+    return build_recipe(base, list(overrides))
+
+
+def make_prompts(num: int) -> tuple[Prompt, ...]:
+    return tuple(
+        Prompt(prompt_id=f"p{i}", token_ids=np.array([1, 2, 3 + i % 5], np.int32))
+        for i in range(num)
+    )
+
+
+def coordinator(recipe: Recipe, roles: Roles, *, frozen: list[int] | None = None) -> Coordinator:
+    prompts = make_prompts(8)
+    return Coordinator(
+        recipe,
+        Inputs(
+            prompts=PromptSet(
+                prompts=prompts,
+                messages={},
+                skipped={},
+                offenders=(),
+                fingerprint=f"of {len(prompts)}",
+                seed=recipe.run.seed,
+                shuffle=True,
+            ),
+            heldout=make_prompts(2) if recipe.eval.num_heldout else (),
+            problems=(),
+            tokenizer=Tokenizer(),
+            num_real_ids=VOCAB,
+            frozen_list=None if frozen is None else np.array(frozen, np.int32),
+        ),
+        roles,
+        num_steps=recipe.run.num_steps,
+        grader=lambda answers, golds: [True] * len(answers),
+        progress=Progress(),
+        stop=threading.Event(),
+    )
+
+
+def lines(recipe: Recipe, name: str) -> list[dict]:
+    return [json.loads(line) for line in (recipe.run_dir / name).read_text().splitlines()]
+
+
+def test_the_hard_type_is_frozen_after_warm_up_and_not_before(tmp_path):
+    recipe = make_recipe(tmp_path)
+    coordinator(recipe, Roles()).run()
+    metrics = lines(recipe, "metrics.jsonl")
+    assert [m["freeze/num_types"] for m in metrics] == [0, 0, 1, 1, 1, 1]
+    assert [m["freeze/mask_version"] for m in metrics] == [0, 0, 1, 1, 1, 1]
+    assert metrics[1]["freeze/token_share"] == 0 < metrics[2]["freeze/token_share"]
+    (freeze,) = [e for e in lines(recipe, "events.jsonl") if e["event"] == "freeze"]
+    assert freeze["step"] == 3 and freeze["version"] == 1
+    assert [t["id"] for t in freeze["types"]] == [HARD]
+    assert freeze["types"][0]["mean_kl"] == pytest.approx(1.0)
+
+
+def test_the_denominator_is_the_number_of_kept_tokens_and_of_all_tokens(tmp_path):
+    for normalizer in ("kept", "all"):
+        recipe = make_recipe(tmp_path / normalizer, f"loss.normalizer={normalizer}")
+        roles = Roles()
+        coordinator(recipe, roles).run()
+        last = lines(recipe, "metrics.jsonl")[-1]
+        total = [value for name, value in roles.calls if name == "train"][-1]
+        kept = 1 - last["freeze/token_share"] if normalizer == "kept" else 1.0
+        assert total == pytest.approx(kept * last["rollout/num_tokens"])
+        assert last["train/denominator_share"] == pytest.approx(kept)
+
+
+def test_a_step_whose_every_token_is_frozen_updates_nothing_and_is_logged(tmp_path):
+    recipe = make_recipe(
+        tmp_path, "policy.name=list", "policy.ids_file=x.json", "run.num_steps=2"
+    )
+    roles = Roles()
+    roles.only = HARD
+    coordinator(recipe, roles, frozen=[HARD]).run()
+    assert roles.updates == 0 and roles.version == 0
+    events = lines(recipe, "events.jsonl")
+    assert [e["step"] for e in events if e["event"] == "skip"] == [1, 2]
+    assert not [e for e in events if e["event"] == "sync"]
+    assert lines(recipe, "metrics.jsonl")[-1]["freeze/token_share"] == 1.0
+
+
+def test_a_random_control_freezes_other_types_than_the_rocks(tmp_path):
+    recipe = make_recipe(tmp_path, "policy.name=random_matched")
+    run = coordinator(recipe, Roles())
+    run.run()
+    mask = run.policy.mask
+    assert list(mask.reference_ids) == [HARD] and HARD not in mask.frozen_ids
+    last = lines(recipe, "metrics.jsonl")[-1]
+    assert last["freeze/reference_share"] > 0 and last["freeze/type_share"] > 0
+
+
+def test_rollouts_of_an_older_policy_stop_the_run(tmp_path):
+    roles = Roles()
+    roles.lag = 1
+    with pytest.raises(NumericsError, match=r"step 1: .*policy v\[-1\], the trainer is at v0"):
+        coordinator(make_recipe(tmp_path), roles).run()
+
+
+def test_a_trainer_and_a_rollout_engine_that_disagree_stop_the_run(tmp_path):
+    roles = Roles()
+    roles.gap = 0.7
+    with pytest.raises(NumericsError, match=r"differ by 0\.7 nats.*max_logprob_gap=0\.5"):
+        coordinator(make_recipe(tmp_path), roles).run()
+
+
+def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(tmp_path):
+    recipe = make_recipe(tmp_path)
+    run = coordinator(recipe, Roles())
+    step = run._step
+
+    def step_then_stop(number: int) -> None:
+        step(number)
+        run.stop.set()
+
+    run._step = step_then_stop
+    summary = run.run()
+    assert summary["num_steps"] == 1 and not summary["finished"]
+    assert (recipe.run_dir / "checkpoints" / "step_000001" / "complete.json").exists()
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
+    whole = make_recipe(tmp_path / "whole", "eval.num_heldout=2", "checkpoint.every=3")
+    one = coordinator(whole, Roles())
+    summary_one = one.run()
+
+    first = make_recipe(tmp_path / "cut", "eval.num_heldout=2", "checkpoint.every=3")
+    cut = coordinator(first, Roles())
+    cut.num_steps = 3
+    cut._finish = lambda: {}  # the process dies here: nothing after the checkpoint of step 3
+    cut.run()
+    again = make_recipe(tmp_path / "cut", "eval.num_heldout=2", "checkpoint.every=3", "resume=true")
+    two = coordinator(again, Roles())
+    summary_two = two.run()
+
+    assert (again.run_dir / "checkpoints" / "step_000006").exists()
+    for name, value in one.registry.state_dict().items():
+        np.testing.assert_array_equal(value, two.registry.state_dict()[name])
+    np.testing.assert_array_equal(one.policy.mask.frozen_ids, two.policy.mask.frozen_ids)
+    assert one.policy.mask.version == two.policy.mask.version == 1
+    timing = ("time/", "perf/")
+    strip = [
+        [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(r, "metrics.jsonl")]
+        for r in (whole, again)
+    ]
+    assert strip[0] == strip[1]
+    for key in ("heldout_kl_before", "heldout_kl_after", "heldout_kl_change_ci95", "num_tokens"):
+        assert summary_one[key] == summary_two[key]
+
+
+def test_resuming_with_other_prompts_is_refused(tmp_path):
+    recipe = make_recipe(tmp_path, "run.num_steps=1")
+    coordinator(recipe, Roles()).run()
+    other = coordinator(make_recipe(tmp_path, "resume=true"), Roles())
+    other.inputs = Inputs(**{
+        **{f: getattr(other.inputs, f) for f in Inputs.__dataclass_fields__},
+        "num_real_ids": VOCAB + 1,
+    })  # fmt: skip
+    with pytest.raises(DataError, match="vocabulary was 16, is 17"):
+        other.run()
+
+
+def test_resuming_without_a_whole_checkpoint_is_refused(tmp_path):
+    recipe = make_recipe(tmp_path, "resume=true")
+    (recipe.run_dir / "checkpoints" / "step_000004").mkdir(parents=True)
+    with pytest.raises(DataError, match="no whole checkpoint"):
+        coordinator(recipe, Roles()).run()
+
+
+def test_old_checkpoints_are_pruned(tmp_path):
+    recipe = make_recipe(tmp_path, "checkpoint.every=1", "checkpoint.keep_last=2")
+    coordinator(recipe, Roles()).run()
+    kept = sorted(p.name for p in (recipe.run_dir / "checkpoints").iterdir())
+    assert kept == ["step_000005", "step_000006"]
+
+
+def test_every_metric_of_a_step_stands_in_the_docs_and_none_is_missing(tmp_path):
+    recipe = make_recipe(tmp_path)
+    coordinator(recipe, Roles()).run()
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    required = (
+        "train/kl_mean train/loss freeze/token_share freeze/num_types freeze/mask_version "
+        "sync/logprob_gap_mean sync/logprob_gap_p99 sync/logprob_gap_max rollout/num_tokens "
+        "rollout/length_p50 rollout/length_p99 rollout/truncated_share coordinator/rx_bytes "
+        "perf/tokens_per_s time/rollout_s time/teacher_s time/train_s time/sync_s time/step_s"
+    ).split()
+    for line in lines(recipe, "metrics.jsonl"):
+        assert set(required) <= line.keys()
+        for name in line.keys() - {"step"}:
+            area, what = name.split("/")
+            assert name in page or f"`_{what.rsplit('_', 1)[-1]}`" in page, name
+
+
+def test_what_reaches_the_coordinator_stays_below_32_bytes_a_token(tmp_path):
+    recipe = make_recipe(tmp_path, "rollout.max_new_tokens=200")
+    coordinator(recipe, Roles()).run()
+    for line in lines(recipe, "metrics.jsonl"):
+        assert line["coordinator/rx_bytes_per_token"] <= 32
+
+
+def test_a_sample_seed_depends_on_what_is_sampled_and_nothing_else():
+    seeds = {
+        sample_seed(run, step, prompt, i)
+        for run in (0, 1)
+        for step in (1, 2)
+        for prompt in ("a", "b")
+        for i in (0, 1)
+    }
+    assert len(seeds) == 16 and all(0 <= s < 2**31 for s in seeds)
+    assert sample_seed(0, 1, "a", 0) == sample_seed(0, 1, "a", 0)
