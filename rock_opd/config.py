@@ -502,6 +502,14 @@ class Recipe:
             )
 
     @property
+    def max_model_len(self) -> int:
+        """Longest sequence a rollout engine must hold, evaluation included, in tokens."""
+        longest = self.rollout.max_new_tokens
+        if self.eval.problems is not None:
+            longest = max(longest, self.eval.max_new_tokens)
+        return self.rollout.max_prompt_tokens + longest
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
 

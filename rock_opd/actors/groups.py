@@ -421,39 +421,34 @@ def start_roles(
     rollouts = None
     if samples:
         say("starting the rollout workers")
-        handles = _spawn_rollouts(
+        handles, refs = _spawn_rollouts(
             placement, recipe, device, recipe.student.model, num_real_ids, stop_token_ids
         )
-        rollouts = Rollouts(
-            started("rollout", handles, [h.ready.remote() for h in handles]), phase_s
-        )
+        rollouts = Rollouts(started("rollout", handles, refs), phase_s)
     say("starting the teacher")
-    handles = [
-        ray.remote(TeacherWorker)
-        .options(**slot.options)
-        .remote(
+    handles = _spawn(TeacherWorker, placement.slots("teacher"))
+    refs = [
+        h.start.remote(
             recipe.teacher,
             dtype=resolve_dtype(recipe.teacher.dtype, device),
             device=device,
             num_real_ids=num_real_ids,
             max_model_len=recipe.rollout.max_model_len + recipe.teacher.prefix_tokens + 1,
             threads=recipe.placement.threads,
-            gpus=slot.gpus,
+            shares_gpus=placement.shares("teacher"),
         )
-        for slot in placement.slots("teacher")
+        for h in handles
     ]
-    teachers = Teachers(started("teacher", handles, [h.ready.remote() for h in handles]), phase_s)
+    teachers = Teachers(started("teacher", handles, refs), phase_s)
     say("starting the student")
-    handles = [
-        ray.remote(StudentWorker).options(**slot.options).remote(rank=i, gpus=slot.gpus)
-        for i, slot in enumerate(placement.slots("student"))
-    ]
+    handles = _spawn(StudentWorker, placement.slots("student"))
     master = gather("student rank", "address", [handles[0].free_address.remote()], start_s)[0]
     refs = [
         h.start.remote(
             recipe.student,
             recipe.optim,
             recipe.loss,
+            rank=rank,
             teacher_model=recipe.teacher.model,
             world_size=len(handles),
             master=master,
@@ -465,7 +460,7 @@ def start_roles(
             seed=recipe.run.seed,
             timeout_s=phase_s,
         )
-        for h in handles
+        for rank, h in enumerate(handles)
     ]
     students = Students(started("student", handles, refs), teachers, phase_s)
     for role, refs in waiting:
@@ -480,10 +475,8 @@ def start_rollouts(
     """Rollout workers alone, for any model; also returns what gives their resources back."""
     device = resolve_device(recipe)
     placement = Placement(recipe, device, ("rollout",))
-    handles = _spawn_rollouts(placement, recipe, device, model, num_real_ids, stop_token_ids)
-    gather(
-        "rollout worker", "start", [h.ready.remote() for h in handles], recipe.run.start_timeout_s
-    )
+    handles, refs = _spawn_rollouts(placement, recipe, device, model, num_real_ids, stop_token_ids)
+    gather("rollout worker", "start", refs, recipe.run.start_timeout_s)
 
     def release() -> None:
         for handle in handles:
@@ -493,6 +486,10 @@ def start_rollouts(
     return Rollouts(handles, recipe.run.phase_timeout_s), release
 
 
+def _spawn(cls: type, slots: list[Slot]) -> list[Any]:
+    return [ray.remote(cls).options(**slot.options).remote(gpus=slot.gpus) for slot in slots]
+
+
 def _spawn_rollouts(
     placement: Placement,
     recipe: Recipe,
@@ -500,11 +497,11 @@ def _spawn_rollouts(
     model: str,
     num_real_ids: int,
     stop_token_ids: tuple[int, ...],
-) -> list[Any]:
-    return [
-        ray.remote(RolloutWorker)
-        .options(**slot.options)
-        .remote(
+) -> tuple[list[Any], list[Any]]:
+    """Handles of the rollout workers, and what to wait for until their engines are up."""
+    handles = _spawn(RolloutWorker, placement.slots("rollout"))
+    refs = [
+        h.start.remote(
             recipe.rollout,
             model=model,
             dtype=resolve_dtype(recipe.rollout.dtype, device),
@@ -512,7 +509,9 @@ def _spawn_rollouts(
             num_real_ids=num_real_ids,
             stop_token_ids=stop_token_ids,
             threads=recipe.placement.threads,
-            gpus=slot.gpus,
+            max_model_len=recipe.max_model_len,
+            shares_gpus=placement.shares("rollout"),
         )
-        for slot in placement.slots("rollout")
+        for h in handles
     ]
+    return handles, refs

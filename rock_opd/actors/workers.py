@@ -33,7 +33,11 @@ def _pin_gpus(gpus: list[int] | None) -> None:
 class RolloutWorker:
     """Holds one vLLM engine that samples from the student."""
 
-    def __init__(
+    def __init__(self, gpus: list[int] | None = None) -> None:
+        _pin_gpus(gpus)
+        self._engine: Any = None
+
+    def start(
         self,
         cfg: RolloutConfig,
         *,
@@ -43,10 +47,13 @@ class RolloutWorker:
         num_real_ids: int,
         stop_token_ids: tuple[int, ...],
         threads: int,
-        gpus: list[int] | None = None,
+        max_model_len: int,
+        shares_gpus: bool,
     ) -> None:
-        _pin_gpus(gpus)
-        from rock_opd.engines.vllm_rollout import RolloutEngine, prepare_environment
+        """Starts the engine; apart from the constructor, so that our errors come back as they
+        are."""
+        from rock_opd.engines.vllm_quirks import prepare_environment
+        from rock_opd.engines.vllm_rollout import RolloutEngine
 
         prepare_environment(device, threads)
         self._engine = RolloutEngine(
@@ -56,10 +63,10 @@ class RolloutWorker:
             device=device,
             num_real_ids=num_real_ids,
             stop_token_ids=stop_token_ids,
+            max_model_len=max_model_len,
+            can_sleep=shares_gpus,
+            transfer="ipc" if shares_gpus else "nccl",
         )
-
-    def ready(self) -> None:
-        """Answers once the engine is up."""
 
     def generate(
         self,
@@ -92,7 +99,11 @@ class RolloutWorker:
 class TeacherWorker:
     """Holds one vLLM engine that scores with the teacher, and the rows that wait to be fetched."""
 
-    def __init__(
+    def __init__(self, gpus: list[int] | None = None) -> None:
+        _pin_gpus(gpus)
+        self._engine: Any = None
+
+    def start(
         self,
         cfg: TeacherConfig,
         *,
@@ -101,19 +112,21 @@ class TeacherWorker:
         num_real_ids: int,
         max_model_len: int,
         threads: int,
-        gpus: list[int] | None = None,
+        shares_gpus: bool,
     ) -> None:
-        _pin_gpus(gpus)
-        from rock_opd.engines.vllm_rollout import prepare_environment
+        """Starts the engine."""
+        from rock_opd.engines.vllm_quirks import prepare_environment
         from rock_opd.engines.vllm_teacher import TeacherEngine
 
         prepare_environment(device, threads)
         self._engine = TeacherEngine(
-            cfg, dtype=dtype, device=device, num_real_ids=num_real_ids, max_model_len=max_model_len
+            cfg,
+            dtype=dtype,
+            device=device,
+            num_real_ids=num_real_ids,
+            max_model_len=max_model_len,
+            can_sleep=shares_gpus,
         )
-
-    def ready(self) -> None:
-        """Answers once the engine is up."""
 
     def score(self, rollouts: list[Rollout]) -> list[TeacherScores]:
         return self._engine.score(rollouts)
@@ -136,9 +149,9 @@ class StudentWorker:
     """Holds one DeepSpeed rank. Pulls the teacher's rows itself, straight from whoever parked
     them."""
 
-    def __init__(self, *, rank: int, gpus: list[int] | None = None) -> None:
+    def __init__(self, gpus: list[int] | None = None) -> None:
         _pin_gpus(gpus)
-        self._rank = rank
+        self._rank = -1
         self._engine: Any = None
 
     def free_address(self) -> tuple[str, int]:
@@ -157,6 +170,7 @@ class StudentWorker:
         optim: OptimConfig,
         loss: LossConfig,
         *,
+        rank: int,
         teacher_model: str,
         world_size: int,
         master: tuple[str, int],
@@ -169,6 +183,7 @@ class StudentWorker:
         timeout_s: float,
     ) -> None:
         """Joins the process group and loads the model (all ranks together)."""
+        self._rank = rank
         from rock_opd.engines.deepspeed_student import StudentEngine
         from rock_opd.engines.teacher_head import load_head
 
@@ -177,7 +192,7 @@ class StudentWorker:
             optim,
             loss,
             model=cfg.model,
-            rank=self._rank,
+            rank=rank,
             world_size=world_size,
             local_rank=0,
             master_addr=master[0],
