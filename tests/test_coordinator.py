@@ -191,9 +191,7 @@ def test_the_denominator_is_the_number_of_kept_tokens_and_of_all_tokens(tmp_path
 
 
 def test_a_step_whose_every_token_is_frozen_updates_nothing_and_is_logged(tmp_path):
-    recipe = make_recipe(
-        tmp_path, "policy.name=list", "policy.ids_file=x.json", "run.num_steps=2"
-    )
+    recipe = make_recipe(tmp_path, "policy.name=list", "policy.ids_file=x.json", "run.num_steps=2")
     roles = Roles()
     roles.only = HARD
     coordinator(recipe, roles, frozen=[HARD]).run()
@@ -264,7 +262,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     assert one.policy.mask.version == two.policy.mask.version == 1
     timing = ("time/", "perf/")
     strip = [
-        [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(r, "metrics.jsonl")]
+        [
+            {k: v for k, v in m.items() if not k.startswith(timing)}
+            for m in lines(r, "metrics.jsonl")
+        ]
         for r in (whole, again)
     ]
     assert strip[0] == strip[1]
@@ -302,16 +303,31 @@ def test_every_metric_of_a_step_stands_in_the_docs_and_none_is_missing(tmp_path)
     recipe = make_recipe(tmp_path)
     coordinator(recipe, Roles()).run()
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
-    required = (
-        "train/kl_mean train/loss freeze/token_share freeze/num_types freeze/mask_version "
-        "sync/logprob_gap_mean sync/logprob_gap_p99 sync/logprob_gap_max rollout/num_tokens "
-        "rollout/length_p50 rollout/length_p99 rollout/truncated_share coordinator/rx_bytes "
-        "perf/tokens_per_s time/rollout_s time/teacher_s time/train_s time/sync_s time/step_s"
-    ).split()
+    required = [
+        "train/kl_mean",
+        "train/loss",
+        "freeze/token_share",
+        "freeze/num_types",
+        "freeze/mask_version",
+        "sync/logprob_gap_mean",
+        "sync/logprob_gap_p99",
+        "sync/logprob_gap_max",
+        "rollout/num_tokens",
+        "rollout/length_p50",
+        "rollout/length_p99",
+        "rollout/truncated_share",
+        "coordinator/rx_bytes",
+        "perf/tokens_per_s",
+        "time/rollout_s",
+        "time/teacher_s",
+        "time/train_s",
+        "time/sync_s",
+        "time/step_s",
+    ]
     for line in lines(recipe, "metrics.jsonl"):
         assert set(required) <= line.keys()
         for name in line.keys() - {"step"}:
-            area, what = name.split("/")
+            _, what = name.split("/")
             assert name in page or f"`_{what.rsplit('_', 1)[-1]}`" in page, name
 
 

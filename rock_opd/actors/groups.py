@@ -6,6 +6,7 @@ A group's methods take and return plain records; no handle or reference leaves t
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,10 +56,15 @@ def gather(role: str, phase: str, refs: list[Any], timeout_s: float) -> list[Any
             cause = error.cause
             if isinstance(cause, RockOPDError):
                 raise type(cause)(f"{role} {i}, phase '{phase}': {cause}") from None
-            raise RoleError(f"{role} {i} failed in phase '{phase}':\n{error}") from None
+            raise RoleError(f"{role} {i} failed in phase '{phase}':\n{_plain(error)}") from None
         except ray.exceptions.RayActorError as error:
-            raise RoleError(f"{role} {i} died in phase '{phase}': {error}") from None
+            raise RoleError(f"{role} {i} died in phase '{phase}': {_plain(error)}") from None
     return answers
+
+
+def _plain(error: Exception) -> str:
+    """The remote text without the terminal colours Ray puts in."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class Placement:
 
     def _check_fits(self) -> None:
         have = ray.cluster_resources()
-        for kind in ("CPU", "GPU"):
+        for kind in ("GPU", "CPU"):
             if sum(b.get(kind, 0) for b in self._bundles) > have.get(kind, 0) + 1e-6:
                 raise PlacementError(
                     f"the cluster is too small: {kind} asked "
