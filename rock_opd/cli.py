@@ -42,13 +42,18 @@ def cli() -> None:
 def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None:
     """Run RECIPE. `rock-opd train RECIPE resume=true` goes on from its newest checkpoint."""
     from rock_opd.config import load_recipe
-    from rock_opd.driver import anchor_paths, check_run_dir
+
+    # First, so that a wrong recipe dies before anything heavy is imported.
+    cfg = load_recipe(recipe, list(overrides))
+    from rock_opd.driver import anchor_paths, settle_run_dir
     from rock_opd.driver import train as run
 
-    cfg = anchor_paths(load_recipe(recipe, list(overrides)), Path.cwd())
-    check_run_dir(cfg)
-    others = [o for o in overrides if o != "resume=true"]
-    resume = " ".join(["rock-opd train", str(recipe), *others, "resume=true"])
+    cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()))
+    click.echo(f"run folder: {cfg.run_dir}", err=True)
+    others = [o for o in overrides if o != "resume=true" and not o.startswith("run.name=")]
+    resume = " ".join(
+        ["rock-opd train", str(recipe), *others, f"run.name={cfg.run.name}", "resume=true"]
+    )
     with _Display() as display:
         try:
             summary = run(cfg, address=address, show=display)

@@ -57,6 +57,8 @@ class RunConfig:
     """Name of the run's folder."""
     dir: str = "runs"
     """Folder that holds the runs."""
+    on_existing: str = "fail"
+    """When the folder already holds a run: fail, or new (name-2, name-3, ...)."""
     seed: int = 0
     """Decides data order, sampling, audits and controls."""
     num_steps: int = 0
@@ -76,6 +78,7 @@ class RunConfig:
                 f"run.name must be letters, digits, '.', '_' or '-' and start with a letter or "
                 f"digit, got '{self.name}'"
             )
+        _choice("run.on_existing", self.on_existing, ("fail", "new"))
         _at_least("run.seed", self.seed, 0)
         _at_least("run.num_steps", self.num_steps, 0)
         _at_least("run.num_epochs", self.num_epochs, 1)

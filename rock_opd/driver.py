@@ -247,19 +247,27 @@ def anchor_paths(recipe: Recipe, base: Path) -> Recipe:
     )
 
 
-def check_run_dir(recipe: Recipe) -> None:
-    """Refuses to write one run over another.
+def settle_run_dir(recipe: Recipe) -> Recipe:
+    """Sees to it that one run is never written over another; may give this one the next free name.
 
     Raises:
-        ConfigError: the folder holds a run and resume is off, or resume is on and there is none.
+        ConfigError: the folder holds a run, resume is off and ``run.on_existing`` is fail; or
+        resume
+            is on and there is none.
     """
     begun = (recipe.run_dir / "config.yaml").exists()
-    if begun and not recipe.resume:
-        raise ConfigError(
-            f"{recipe.run_dir} already holds a run: go on with resume=true, or choose another "
-            f"run.name"
-        )
     if recipe.resume and not begun:
         raise ConfigError(
             f"resume=true, but {recipe.run_dir} holds no run; leave it out to start one"
         )
+    if recipe.resume or not begun:
+        return recipe
+    if recipe.run.on_existing == "fail":
+        raise ConfigError(
+            f"{recipe.run_dir} already holds a run: go on with resume=true, or choose another "
+            f"run.name"
+        )
+    number = 2
+    while (recipe.run_dir.with_name(f"{recipe.run.name}-{number}") / "config.yaml").exists():
+        number += 1
+    return replace(recipe, run=replace(recipe.run, name=f"{recipe.run.name}-{number}"))

@@ -80,6 +80,19 @@ def test_a_second_run_of_the_same_name_does_not_overwrite_the_first(tmp_path):
     assert done.returncode == 2 and "already holds a run" in done.stderr
 
 
+def test_a_recipe_may_ask_for_the_next_free_name(tmp_path):
+    from rock_opd.config import load_recipe
+    from rock_opd.driver import settle_run_dir
+
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "r.yaml", [f"run.dir={tmp_path}", "run.on_existing=new"])
+    assert settle_run_dir(recipe).run.name == "t"
+    for name in ("t", "t-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("")
+    assert settle_run_dir(recipe).run.name == "t-3"
+
+
 def test_an_unknown_command_is_status_2():
     assert CliRunner().invoke(cli, ["trane"]).exit_code == 2
 
