@@ -1,0 +1,682 @@
+"""One DeepSpeed rank that trains the student: forward, backward, one update, and its weights.
+
+Every quirk of DeepSpeed (read and measured in 0.19.8) ends here:
+
+- A step has any number of micro-batches and one denominator that comes as a number, so DeepSpeed's
+  own divisions are taken out: ``gradient_accumulation_steps`` is 1 and the accumulation boundary is
+  set by hand; ranks are summed (``gradient_allreduce_op``), or, at stage 3, where only a mean exists,
+  the loss is multiplied by the number of ranks first.
+- In bf16 the gradients accumulate and travel in float32. Stage 0 cannot do that and runs as stage 1,
+  which keeps the same numbers with less memory.
+- The learning rate is a function of the updates done and set before each update; DeepSpeed has no
+  scheduler to save.
+- A step whose loss or gradient is not finite changes nothing, on any rank: see ``train_step``.
+- Groups that DeepSpeed opens on its own wait half an hour for a dead peer; the time limit is put on
+  every group.
+
+It refuses to train on a model whose logits are not head times hidden state, on weights that were not
+in the checkpoint, and to go on from a state of another shape. CPU (gloo) and GPU (NCCL) take the same
+path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rock_opd.config import LossConfig, OptimConfig, StudentConfig
+from rock_opd.core.schedule import learning_rate
+from rock_opd.engines.student_module import LossRows, StudentModule, loss_rows, probe_error
+from rock_opd.errors import DataError, ModelError, NumericsError
+from rock_opd.models import load_config, model_folder
+from rock_opd.types import StepResult, TeacherRows, TrainBatch
+
+SHARD_BYTES = 4 << 30
+"""Size of one safetensors file of ``save_hf``, and the most that is gathered at once for it."""
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "generation_config.json",
+)
+
+_STATE_TAG = "state"
+
+
+class StudentEngine:
+    """One rank. All ranks call every method together, in the same order; weights only move in
+    ``train_step`` and ``load_state``."""
+
+    def __init__(
+        self,
+        cfg: StudentConfig,
+        optim: OptimConfig,
+        loss: LossConfig,
+        *,
+        model: str,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        master_addr: str,
+        master_port: int,
+        device: str,
+        dtype: str,
+        num_updates: int,
+        num_real_ids: int,
+        teacher_head: Tensor | None,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        """Joins the process group and loads the model.
+
+        Args:
+            model: folder or hub id the weights, config and tokenizer files come from.
+            local_rank: this process's GPU among those it sees; 0 on CPU.
+            device: cpu or cuda.
+            dtype: float32 or bfloat16: of forward, backward and the weights given away. The
+                optimizer's own copy is float32 always.
+            num_updates: updates of the whole run, for the schedule.
+            num_real_ids: ids that teacher and student share; logits beyond are padding.
+            teacher_head: [V_t, H_t], V_t >= num_real_ids, for ``hidden`` payloads.
+            timeout_s: limit of every collective: a peer that is gone or late is an error, not a hang.
+
+        Raises:
+            ModelError: no such model, weights missing in it, a vocabulary below ``num_real_ids``, or
+                an architecture that cannot be trained packed.
+        """
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(local_rank),
+            MASTER_ADDR=master_addr,
+            MASTER_PORT=str(master_port),
+            DS_ACCELERATOR=device,
+        )
+        self._cfg, self._optim, self._source = cfg, optim, model
+        self._rank, self._world_size = rank, world_size
+        self._num_updates, self._num_real_ids = num_updates, num_real_ids
+        self._device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self._stage = max(cfg.zero_stage, 1) if self._dtype == torch.bfloat16 else cfg.zero_stage
+        self.num_updates_done = 0
+        """Updates that were made: skipped steps do not count."""
+
+        self._seed(seed)
+        self._join(timeout_s)
+        hf_model = self._load_model()
+        self._hf_config = load_config(model)  # as the source has it: what save_hf writes
+        self._hf_model = hf_model
+        self._module = StudentModule(
+            hf_model,
+            loss,
+            num_real_ids=num_real_ids,
+            chunk_rows=cfg.logit_chunk_rows,
+            teacher_head=self._own_head(teacher_head),
+        )
+        self._engine = self._wrap(self._module)
+        self._limit_groups(timeout_s)
+        error = probe_error(self._engine, self._device, dtype=self._dtype)
+        if error is not None:
+            raise ModelError(f"student {model}: {error}")
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights: the number of updates they have seen."""
+        return self.num_updates_done
+
+    # ---------------------------------------------------------------- building
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def _join(self, timeout_s: float) -> None:
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            # Its shared-memory all-reduce is compiled with g++ for up to 100 s at the first start.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def _limit_groups(self, timeout_s: float) -> None:
+        """torch gives groups opened without a limit its own default, and DeepSpeed gives none."""
+        from torch.distributed import distributed_c10d
+
+        for group in distributed_c10d._world.pg_map:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+    def _load_model(self) -> torch.nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        config = load_config(self._source)
+        for name, value in vars(config).items():
+            # The rollout engine has none, and its log-probabilities must be ours.
+            if any(word in name for word in ("dropout", "pdrop", "jitter")) and value:
+                setattr(config, name, 0.0)
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self._source,
+                config=config,
+                dtype=self._dtype,
+                attn_implementation=self._cfg.attn_implementation,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ModelError(
+                f"student {self._source}: cannot be loaded: {str(error).splitlines()[0]}"
+            ) from None
+        absent = sorted(info["missing_keys"]) + [str(key) for key in info["mismatched_keys"]]
+        if absent:
+            raise ModelError(
+                f"student {self._source}: {len(absent)} weights are not in the checkpoint or have "
+                f"another shape (first: {absent[0]}); they would be random numbers"
+            )
+        width = model.get_output_embeddings().weight.shape[0]
+        if width < self._num_real_ids:
+            raise ModelError(
+                f"student {self._source}: {width} vocabulary rows, fewer than the "
+                f"{self._num_real_ids} ids it shares with the teacher"
+            )
+        model.train()
+        if self._cfg.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def _own_head(self, head: Tensor | None) -> Tensor | None:
+        """The teacher's head on the training device, cut to the shared width."""
+        if head is None:
+            return None
+        if len(head) < self._num_real_ids:
+            raise ModelError(
+                f"the teacher's head has {len(head)} rows, fewer than the {self._num_real_ids} ids "
+                "it shares with the student"
+            )
+        head = head.detach()[: self._num_real_ids]
+        # On CPU products of bf16 numbers are taken in float32: once cast, not once per chunk.
+        return head.float() if self._device.type == "cpu" else head.to(self._device)
+
+    def _wrap(self, module: StudentModule) -> Any:
+        import deepspeed
+
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        num_elements = sum(p.numel() for p in parameters)
+        on_cuda, optim = self._device.type == "cuda", self._optim
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": optim.max_grad_norm,
+            "steps_per_print": 10**9,
+            "zero_force_ds_cpu_optimizer": False,
+            "communication_data_type": "fp32",
+            "zero_optimization": {
+                "stage": self._stage,
+                "overlap_comm": on_cuda and self._stage == 3,
+                "reduce_bucket_size": min(num_elements, 500_000_000),
+            },
+        }
+        if self._dtype == torch.bfloat16:
+            config["bf16"] = {"enabled": True}
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if self._stage < 3:
+            config["gradient_allreduce_op"] = "sum"
+        if self._cfg.offload_optimizer:
+            config["zero_optimization"]["offload_optimizer"] = {
+                "device": "cpu",
+                "pin_memory": on_cuda,
+            }
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            # torch's own fused AdamW: DeepSpeed's would have to be compiled (nvcc, or g++ on CPU).
+            optimizer=torch.optim.AdamW(
+                parameters,
+                lr=optim.lr,
+                betas=tuple(optim.betas),
+                eps=optim.eps,
+                weight_decay=optim.weight_decay,
+                fused=True,
+            ),
+            config=config,
+            dist_init_required=False,
+        )
+        return engine
+
+    # ---------------------------------------------------------------- training
+
+    def train_step(
+        self,
+        batches: list[TrainBatch],
+        rows: Iterable[TeacherRows],
+        *,
+        total_weight: float,
+        mask_version: int,
+    ) -> StepResult:
+        """One update from this rank's micro-batches: as many on every rank, N = 0 allowed.
+
+        The gradient is that of ``sum over all ranks of weight * loss / total_weight``, whatever the
+        split. Numbers that are not finite (a loss, a measured row, the gradient norm) stop the
+        update on every rank before a weight moves: such a rank makes its gradients NaN, and so the
+        norm that all ranks share.
+
+        Args:
+            rows: the teacher's rows, one entry per micro-batch; may be a generator that fetches them.
+            total_weight: the step's one denominator, > 0: the caller skips steps frozen whole.
+            mask_version: the freeze mask the weights were made under; every rank must say the same.
+
+        Raises:
+            NumericsError: on every rank, with weights and moments as they were.
+            ValueError: malformed batches, or ranks that disagree; on every rank, before any work.
+        """
+        self._agree(batches, total_weight=total_weight, mask_version=mask_version)
+        lr = learning_rate(
+            self.num_updates_done,
+            num_updates=self._num_updates,
+            lr=self._optim.lr,
+            min_lr=self._optim.min_lr,
+            warmup_ratio=self._optim.warmup_ratio,
+        )
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+
+        results = []
+        rank_factor = self._world_size if self._stage == 3 else 1
+        for i, (batch, teacher) in enumerate(zip(batches, rows, strict=True)):
+            self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            share, kl, logprobs = self._forward(batch, teacher, total_weight)
+            self._engine.backward(share * rank_factor)
+            results.append((share.detach(), kl, logprobs))
+
+        grad_norm = self._update()
+        if grad_norm is None:
+            raise NumericsError(
+                f"update {self.num_updates_done + 1}: a loss, a measured row or the gradient is not "
+                f"finite; no weight was changed. Rank {self._rank}: {_non_finite(results)}"
+            )
+        self.num_updates_done += 1
+        return self._result(
+            batches, results, grad_norm=grad_norm, learning_rate=lr, mask_version=mask_version
+        )
+
+    def measure(self, batches: list[TrainBatch], rows: Iterable[TeacherRows]) -> StepResult:
+        """The rows' numbers under the present weights: forward only, nothing is changed.
+
+        ``StepResult.loss`` is the weighted sum of this rank's rows, with no denominator.
+
+        Raises:
+            NumericsError: a row that is not finite, on the ranks that have one.
+            ValueError: as ``train_step``.
+        """
+        self._agree(batches, total_weight=1.0, mask_version=0)
+        with torch.no_grad():
+            results = [
+                self._forward(batch, teacher, 1.0)
+                for batch, teacher in zip(batches, rows, strict=True)
+            ]
+        result = self._result(batches, results, grad_norm=0.0, learning_rate=0.0, mask_version=0)
+        if not np.isfinite(result.loss):
+            raise NumericsError(f"measuring, rank {self._rank}: {_non_finite(results)}")
+        return result
+
+    def _forward(
+        self, batch: TrainBatch, teacher: TeacherRows, total_weight: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head = self._module.head.teacher_head
+        rows: LossRows = loss_rows(
+            batch,
+            teacher,
+            total_weight=total_weight,
+            device=self._device,
+            hidden_dtype=None if head is None else head.dtype,
+        )
+
+        def ids(array: np.ndarray) -> Tensor:
+            return torch.as_tensor(array.astype(np.int64), device=self._device)
+
+        return self._engine(ids(batch.token_ids), ids(batch.position_ids), ids(batch.predicted), rows)
+
+    def _update(self) -> float | None:
+        """Steps, and returns the norm before clipping; None when it is not finite and nothing moved.
+
+        Stages 1 to 3 decide by the norm that all ranks share, before they touch a weight, and clear
+        the gradients themselves. Stage 0 is torch's optimizer, which would step on NaN.
+        """
+        if self._stage == 0:
+            grads = [p.grad for p in self._module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(grads))
+            if not np.isfinite(norm):
+                self._engine.zero_grad()
+                return None
+            self._engine.step()
+            return norm
+        self._engine.step()
+        if not self._engine.was_step_applied():
+            return None
+        return float(self._engine.get_global_grad_norm())
+
+    def _agree(
+        self, batches: list[TrainBatch], *, total_weight: float, mask_version: int
+    ) -> None:
+        """Raises on every rank when one rank's input would leave the others waiting or go wrong."""
+        error = self._batch_error(batches)
+        if error is None and not total_weight > 0:
+            error = f"total_weight must be positive, got {total_weight}: skip a step frozen whole"
+        mine = [float(error is not None), len(batches), total_weight, mask_version]
+        both = torch.tensor([mine, [-x for x in mine]], dtype=torch.float64, device=self._device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        most, least = both[0].tolist(), (-both[1]).tolist()
+        if error is not None:
+            raise ValueError(f"student rank {self._rank}: {error}")
+        if most[0]:
+            raise ValueError(f"student rank {self._rank}: another rank refused its micro-batches")
+        for name, low, high in zip(
+            ("number of micro-batches", "total_weight", "mask_version"),
+            least[1:],
+            most[1:],
+            strict=True,
+        ):
+            if low != high:
+                raise ValueError(
+                    f"student ranks disagree on the {name}: between {low:g} and {high:g}"
+                )
+
+    def _batch_error(self, batches: list[TrainBatch]) -> str | None:
+        if not batches:
+            return "no micro-batch; a rank without rows still needs one with weight 0"
+        width = self._module.model.config.vocab_size
+        for i, batch in enumerate(batches):
+            num_tokens, num_rows = len(batch.token_ids), batch.num_rows
+            at = batch.predicted
+            where = f"micro-batch {i}: "
+            if num_tokens < 1 or len(batch.position_ids) != num_tokens or batch.position_ids[0] != 0:
+                return where + "needs tokens, each with a position, the first one 0"
+            if batch.token_ids.min() < 0 or batch.token_ids.max() >= width:
+                return where + f"token ids must lie in [0, {width})"
+            if len(batch.weight) != num_rows or len(batch.index) != num_rows:
+                return where + f"{num_rows} rows, {len(batch.weight)} weights, {len(batch.index)} places"
+            if not num_rows:
+                continue
+            if not np.isfinite(batch.weight).all() or batch.weight.min() < 0:
+                return where + "weights must be finite and not negative"
+            if at.min() < 1 or at.max() >= num_tokens or (batch.position_ids[at] == 0).any():
+                return where + "a predicted token must stand behind another one of its sequence"
+            if batch.token_ids[at].max() >= self._num_real_ids:
+                return where + f"predicted ids must lie below {self._num_real_ids}, the shared width"
+        return None
+
+    def _result(
+        self,
+        batches: list[TrainBatch],
+        results: list[tuple[Tensor, Tensor, Tensor]],
+        *,
+        grad_norm: float,
+        learning_rate: float,
+        mask_version: int,
+    ) -> StepResult:
+        return StepResult(
+            index=np.concatenate([batch.index for batch in batches]),
+            kl=torch.cat([kl for _, kl, _ in results]).cpu().numpy(),
+            logprobs=torch.cat([logprobs for _, _, logprobs in results]).cpu().numpy(),
+            loss=float(torch.stack([share for share, _, _ in results]).double().sum()),
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            mask_version=mask_version,
+            policy_version=self.policy_version,
+            num_empty_batches=sum(not batch.weight.any() for batch in batches),
+        )
+
+    # ---------------------------------------------------------------- weights out
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The full weights under their checkpoint names, bucket by bucket; all ranks iterate to the
+        end together, and as often.
+
+        Rank 0 gets tensors in the training dtype on the training device, the other ranks empty lists.
+        A bucket holds at most ``max_bytes`` by full shape, or a single larger tensor (one that
+        transformers fuses may come as its parts); a tied weight comes once. Tensors may be the
+        weights themselves: use them before asking for the next bucket, and do not write to them.
+        """
+        import deepspeed
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for names in self._plan(max_bytes):
+            tensors = {name: self._named_tensors()[name] for name in names}
+            gathered = (
+                deepspeed.zero.GatheredParameters(list(tensors.values()))
+                if self._stage == 3
+                else nullcontext()
+            )
+            with gathered:
+                if self._rank != 0:
+                    yield []
+                    continue
+                # transformers keeps some weights in another form than checkpoints (fused experts).
+                full = {name: tensor.detach() for name, tensor in tensors.items()}
+                yield list(revert_weight_conversion(self._hf_model, full).items())
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        """Parameters (a shared one once) and the buffers that belong to a checkpoint."""
+        tensors: dict[str, Tensor] = dict(self._hf_model.named_parameters())
+        for prefix, module in self._hf_model.named_modules():
+            for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    tensors[name] = buffer
+        return tensors
+
+    def _plan(self, max_bytes: int) -> list[list[str]]:
+        """Names bucket by bucket, by full shape: a shard on one rank says nothing of it."""
+        plan: list[list[str]] = []
+        filled = max_bytes + 1
+        for name, tensor in self._named_tensors().items():
+            size = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
+            if filled + size > max_bytes:
+                plan.append([])
+                filled = 0
+            plan[-1].append(name)
+            filled += size
+        return plan
+
+    def save_hf(self, path: str | Path) -> None:
+        """Writes a model folder that transformers and vLLM load: weights in the training dtype,
+        config, generation config and the source's tokenizer files. All ranks call it.
+
+        Gathers and writes one shard at a time; existing files of the same names are replaced.
+        """
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        num_shards = len(self._plan(SHARD_BYTES))
+        weight_map: dict[str, str] = {}
+        total_size = 0
+        if self._rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            for old in [*path.glob("model*.safetensors"), path / "model.safetensors.index.json"]:
+                old.unlink(missing_ok=True)
+        for i, bucket in enumerate(self.weight_buckets(SHARD_BYTES)):
+            if self._rank != 0:
+                continue
+            name = "model.safetensors"
+            if num_shards > 1:
+                name = f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
+            tensors = {key: tensor.cpu().contiguous() for key, tensor in bucket}
+            # Parts of one fused tensor share its storage, which safetensors refuses.
+            owned = {key: t if _owns_storage(t) else t.clone() for key, t in tensors.items()}
+            save_file(owned, path / name, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(owned, name))
+            total_size += sum(t.numel() * t.element_size() for t in owned.values())
+        if self._rank == 0:
+            if num_shards > 1:
+                index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+                (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            self._save_small_files(path)
+        dist.barrier()
+
+    def _save_small_files(self, path: Path) -> None:
+        self._hf_config.dtype = self._dtype
+        self._hf_config.architectures = [type(self._hf_model).__name__]
+        self._hf_config.save_pretrained(path)
+        source = model_folder(self._source)
+        if source.resolve() == path.resolve():
+            return
+        for pattern in TOKENIZER_FILES:
+            for file in source.glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, path / file.name)
+
+    # ---------------------------------------------------------------- resuming
+
+    def save_state(self, path: str | Path) -> None:
+        """Writes everything a run goes on from: weights, moments, updates done, random states. All
+        ranks call it; each writes its own files."""
+        path = Path(path)
+        self._engine.save_checkpoint(str(path), tag=_STATE_TAG, save_latest=False)
+        torch.save(
+            {
+                "shape": self._shape(),
+                "num_updates_done": self.num_updates_done,
+                "python": random.getstate(),
+                "numpy": np.random.get_state(),
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
+            },
+            path / f"rank_{self._rank:05d}.pt",
+        )
+        dist.barrier()
+
+    def load_state(self, path: str | Path) -> None:
+        """Goes on from ``save_state``: the next step equals the one of the run that was saved.
+
+        Raises:
+            DataError: nothing there, or saved under another number of ranks, ZeRO stage or dtype.
+        """
+        path = Path(path)
+        file = path / f"rank_{self._rank:05d}.pt"
+        if not file.is_file():
+            raise DataError(
+                f"student state {path}: no file for rank {self._rank} of {self._world_size}; resume "
+                "with the number of ranks it was saved with"
+            )
+        state = torch.load(file, weights_only=False)
+        if state["shape"] != self._shape():
+            raise DataError(
+                f"student state {path}: saved under {state['shape']}, this run has {self._shape()}; "
+                "resume with the same student section"
+            )
+        loaded, _ = self._engine.load_checkpoint(
+            str(path), tag=_STATE_TAG, load_lr_scheduler_states=False
+        )
+        if loaded is None:
+            raise DataError(f"student state {path}: DeepSpeed found no checkpoint in it")
+        self.num_updates_done = state["num_updates_done"]
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"])
+
+    # ---------------------------------------------------------------- sharing a GPU
+
+    def offload(self) -> None:
+        """Moves weights, optimizer and gradients to host memory, for another role to use the GPU.
+        Nothing but ``reload`` may follow. On CPU there is nothing to do.
+
+        Raises:
+            ModelError: this ZeRO stage and dtype cannot leave the GPU.
+        """
+        if self._device.type == "cuda":
+            self._leave_device()
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Brings back what ``offload`` moved."""
+        if self._device.type == "cuda":
+            self._return_to_device()
+
+    def _leave_device(self) -> None:
+        optimizer = self._engine.optimizer
+        if not hasattr(optimizer, "offload_states"):
+            raise ModelError(
+                f"student: ZeRO stage {self._stage} in {self._shape()['dtype']} cannot leave the GPU; "
+                "sharing GPUs (placement.colocate) needs student.zero_stage 2 or 3"
+            )
+        for tensor in self._optimizer_tensors():
+            tensor.data = tensor.data.to("cpu")
+        self._engine.offload_states(include=self._movable(), pin_memory=False)
+        head = self._module.head
+        head.teacher_head = None if head.teacher_head is None else head.teacher_head.to("cpu")
+
+    def _return_to_device(self) -> None:
+        self._engine.reload_states()
+        for tensor in self._optimizer_tensors():
+            tensor.data = tensor.data.to(self._device)
+        head = self._module.head
+        head.teacher_head = None if head.teacher_head is None else head.teacher_head.to(self._device)
+
+    def _movable(self) -> list[Any]:
+        """What DeepSpeed moves. At stage 3 it moves optimizer states for its own FusedAdam only
+        (0.19.8), so those are moved by ``_optimizer_tensors``."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+        parts = [State.lp_params]
+        if not self._cfg.offload_optimizer:  # else these live on the host, and reload would fetch them
+            parts.append(State.lp_grads)
+        if self._stage == 3:
+            parts.append(State.contiguous_grad_buffer)
+        elif not self._cfg.offload_optimizer:
+            parts.append(State.hp_params)
+        return parts
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """Moments, and at stage 3 the float32 weights: one flat shard each."""
+        if self._cfg.offload_optimizer:
+            return []  # they live on the host
+        optimizer = self._engine.optimizer
+        states = [s[key] for s in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return states + (optimizer.fp32_partitioned_groups_flat if self._stage == 3 else [])
+
+    def _shape(self) -> dict[str, Any]:
+        return {
+            "num_ranks": self._world_size,
+            "zero_stage": self._stage,
+            "dtype": str(self._dtype).removeprefix("torch."),
+        }
+
+
+def _owns_storage(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _non_finite(results: list[tuple[Tensor, Tensor, Tensor]]) -> str:
+    """Which of this rank's micro-batches hold the numbers that stopped a step."""
+    found = [
+        f"micro-batch {i}: {int((~(kl.isfinite() & logprobs.isfinite())).sum())} of {len(kl)} rows"
+        for i, (share, kl, logprobs) in enumerate(results)
+        if not (share.isfinite() and kl.isfinite().all() and logprobs.isfinite().all())
+    ]
+    return "; ".join(found) if found else "all its rows are finite: another rank, or the gradient norm"
