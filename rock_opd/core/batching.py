@@ -78,7 +78,7 @@ def flatten(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> Ste
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Rollouts that one student rank packs into one forward; none where ranks must be evened out."""
+    """Rollouts that one student rank packs into one forward; none where ranks are evened out."""
 
     rollouts: tuple[int, ...]
     """Indices into the step's rollouts, ascending."""
@@ -117,7 +117,8 @@ def deal(
             f"{micro_batch_tokens} and {num_teachers}"
         )
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    num_bins = max(-(-sum(lengths) // micro_batch_tokens), num_teachers)
+    full_bins = -(-sum(min(num, micro_batch_tokens) for num in lengths) // micro_batch_tokens)
+    num_bins = max(1, full_bins, min(num_teachers, len(rollouts)))
     num_bins = num_ranks * -(-num_bins // num_ranks)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     lightest = [(0, b) for b in range(num_bins)]  # a heap of (tokens, bin)

@@ -133,8 +133,8 @@ def topk_tail_divergence(
         worst = (log_mass_N.exp() - 1).abs().nan_to_num(nan=math.inf).argmax()
         raise NumericsError(
             f"teacher row {int(worst)}: {topk_ids_NK.shape[1]} ids and their tail carry a mass of "
-            f"{float(log_mass_N[worst].exp()):.4f}, expected 1: without its true tail a table is no "
-            "divergence; send the log of all mass outside the K ids"
+            f"{float(log_mass_N[worst].exp()):.4f}, expected 1: without its true tail a table "
+            "gives no divergence; send the log of all mass outside the K ids"
         )
     log_p_NB = (log_p_NB - log_mass_N[:, None]).clamp(min=_LOWEST_LOGIT)  # undoes rounding only
 

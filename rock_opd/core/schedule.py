@@ -11,8 +11,8 @@ def learning_rate(
     """Learning rate of the update that follows ``update`` finished ones: warm-up, then cosine.
 
     With ``W = ceil(warmup_ratio * num_updates)``: the updates before W take
-    ``lr * (update + 1) / (W + 1)``, so that the first one already moves; update W takes ``lr``; from
-    there half a cosine falls to ``min_lr``, which update ``num_updates`` and all later ones take.
+    ``lr * (update + 1) / (W + 1)``, so that the first one already moves; update W takes ``lr``;
+    then half a cosine falls to ``min_lr``, which update ``num_updates`` and all later ones take.
 
     Raises:
         ValueError: a negative update, or no updates at all.
