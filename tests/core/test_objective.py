@@ -318,6 +318,28 @@ def test_a_table_without_its_tail_is_refused():
         topk_tail_divergence(student, ids, top, tail[:0])
 
 
+def test_rounding_of_the_teachers_table_is_no_divergence():
+    """Equal coins, the teacher's rounded to masses of 0.498 and 0.498."""
+    student = torch.zeros(1, 2, requires_grad=True)
+    half = torch.tensor([[0.498]]).log()
+    for direction in ("reverse", "forward"):
+        loss = topk_tail_divergence(
+            student, torch.tensor([[0]]), half, half[0], direction=direction
+        )
+        assert loss.item() == pytest.approx(0.0, abs=1e-7)
+        np.testing.assert_allclose(gradient(loss, student), 0.0, atol=1e-7)
+
+
+def test_an_id_that_the_teacher_rules_out_leaves_the_backward_finite():
+    student = torch.zeros(1, 3, requires_grad=True)
+    top = torch.tensor([[0.0, -torch.inf]])
+    tail = torch.tensor([math.log(1e-12)])
+    for direction in ("reverse", "forward"):
+        loss = topk_tail_divergence(student, torch.tensor([[0, 2]]), top, tail, direction=direction)
+        assert torch.isfinite(loss).all()
+        assert np.isfinite(gradient(loss, student)).all()
+
+
 def test_an_unknown_direction_is_refused():
     with pytest.raises(ValueError, match="sideways"):
         topk_tail_divergence(random_logits(0), *table_of(random_logits(1)), direction="sideways")
