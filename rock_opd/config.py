@@ -174,9 +174,8 @@ class OptimConfig:
         _within("optim.lr", self.lr, 0.0, 1.0, open_low=True)
         _within("optim.min_lr", self.min_lr, 0.0, self.lr)
         _within("optim.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
-        for beta in self.betas:
-            if not 0 <= beta < 1:
-                raise ConfigError(f"optim.betas must lie in [0, 1), got {list(self.betas)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas must be two numbers in [0, 1), got {list(self.betas)}")
         _within("optim.eps", self.eps, 0.0, 1.0, open_low=True)
         _at_least("optim.weight_decay", self.weight_decay, 0)
         _at_least("optim.max_grad_norm", self.max_grad_norm, 0)
@@ -217,6 +216,8 @@ class RolloutConfig:
         for key in ("max_prompt_tokens", "max_new_tokens", "max_num_seqs"):
             _at_least(f"rollout.{key}", getattr(self, key), 1)
         _choice("rollout.dtype", self.dtype, DTYPES)
+        if self.kv_cache_bytes is not None:
+            _at_least("rollout.kv_cache_bytes", self.kv_cache_bytes, 1)
         _at_least("rollout.temperature", self.temperature, 0.0)
         _within("rollout.top_p", self.top_p, 0.0, 1.0, open_low=True)
         _within(
@@ -276,6 +277,8 @@ class TeacherConfig:
         for key in ("max_num_seqs", "max_batched_tokens", "park_bytes", "logit_chunk_rows"):
             _at_least(f"teacher.{key}", getattr(self, key), 1)
         _at_least("teacher.prefix_tokens", self.prefix_tokens, 0)
+        if self.kv_cache_bytes is not None:
+            _at_least("teacher.kv_cache_bytes", self.kv_cache_bytes, 1)
         _within(
             "teacher.gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )
@@ -517,29 +520,27 @@ class Recipe:
         return Path(self.run.dir) / self.run.name
 
 
-def _nearest(schema: type, dotted: str) -> tuple[str, str]:
-    """The longest prefix of ``dotted`` that exists, and the nearest known key to the part that
-    does not."""
-    node, good = schema, []
-    for part in dotted.split("."):
-        known = {f.name: f.type for f in fields(node)} if is_dataclass(node) else {}
-        if part not in known:
-            near = difflib.get_close_matches(part, known, n=1, cutoff=0.0)
-            if not near or difflib.SequenceMatcher(None, part, near[0]).ratio() < 0.5:
-                every = {
-                    f"{section.name}.{f.name}"
-                    for section in fields(schema)
-                    if is_dataclass(section.default_factory)
-                    for f in fields(section.default_factory)
-                }
-                tails = [k for k in sorted(every) if k.split(".")[1] == part]
-                return ".".join(good), tails[0] if tails else (
-                    ".".join([*good, near[0]]) if near else ""
-                )
-            return ".".join(good), ".".join([*good, near[0]])
-        good.append(part)
-        node = next(f.default_factory for f in fields(node) if f.name == part)
-    return ".".join(good), ""
+def _hint(dotted: str) -> str:
+    """What an unknown key may have meant: the nearest known one, or what its section has."""
+    sections = {
+        section.name: [f.name for f in fields(section.default_factory)]
+        for section in fields(Recipe)
+        if is_dataclass(section.default_factory)
+    }
+    every = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
+    section, _, rest = dotted.partition(".")
+    near = [key for key in every if key.endswith(f".{dotted.rpartition('.')[2]}")]
+    if rest and section in sections:
+        close = difflib.get_close_matches(rest, sections[section], n=1, cutoff=0.7)
+        near = [f"{section}.{key}" for key in close] or near
+        if not near:
+            return f"{section} has: {', '.join(sections[section])}"
+    near = near or difflib.get_close_matches(dotted, [*sections, *every, "resume"], n=1)
+    return (
+        f"did you mean '{near[0]}'?"
+        if near
+        else f"a recipe has: {', '.join([*sections, 'resume'])}"
+    )
 
 
 def _unlock(node: DictConfig) -> None:
@@ -552,6 +553,25 @@ def _unlock(node: DictConfig) -> None:
             _unlock(child)
 
 
+def _dotlist(overrides: list[str]) -> DictConfig:
+    for item in overrides:
+        if "=" not in item or item.startswith("="):
+            raise ConfigError(f"override '{item}' must look like key.sub=value")
+        try:
+            OmegaConf.from_dotlist([item])
+        except Exception as error:  # yaml's and OmegaConf's own kinds
+            raise ConfigError(f"override '{item}': {_first_problem(error)}") from None
+    return OmegaConf.from_dotlist(overrides)
+
+
+def _first_problem(error: Exception) -> str:
+    """One line of a YAML error: what, and where in the file."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return str(error).splitlines()[0]
+    return f"line {mark.line + 1}: {problem}"
+
+
 def build_recipe(
     tree: dict[str, Any] | DictConfig, overrides: list[str], *, where: str = "recipe"
 ) -> Recipe:
@@ -561,13 +581,17 @@ def build_recipe(
         ConfigError: an unknown key (naming the nearest known one), a wrong type, a value out of
         range.
     """
-    for item in overrides:
-        if "=" not in item or item.startswith("="):
-            raise ConfigError(f"override '{item}' must look like key.sub=value")
     schema = OmegaConf.structured(Recipe)
     _unlock(schema)
     try:
-        merged = OmegaConf.merge(schema, tree, OmegaConf.from_dotlist(overrides))
+        layers = [OmegaConf.create(tree), _dotlist(overrides)]
+        for layer in layers:
+            for key in layer:
+                if isinstance(schema.get(str(key)), DictConfig) and not OmegaConf.is_dict(
+                    layer._get_node(key)
+                ):
+                    raise ConfigError(f"{where}: {key} must be a mapping of keys to values")
+        merged = OmegaConf.merge(schema, *layers)
         if merged.student.from_run is not None:
             merged.student.model = str(Path(merged.student.from_run) / "model")
         for section, key in (("data", "prompts"), ("teacher", "model"), ("student", "model")):
@@ -579,11 +603,8 @@ def build_recipe(
         full_key = getattr(error, "full_key", None) or ""
         text = str(error).splitlines()[0]
         if "not in" in text or type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
-            _, near = _nearest(Recipe, full_key)
-            raise ConfigError(
-                f"{where}: unknown key '{full_key}'" + (f"; did you mean '{near}'?" if near else "")
-            ) from None
-        raise ConfigError(f"{where}: {full_key}: {text}") from None
+            raise ConfigError(f"{where}: unknown key '{full_key}'; {_hint(full_key)}") from None
+        raise ConfigError(": ".join(filter(None, [where, full_key, text]))) from None
     except ConfigError as error:
         raise ConfigError(
             f"{where}: {error}" if not str(error).startswith(where) else str(error)
@@ -603,9 +624,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     try:
         tree = OmegaConf.load(path)
     except Exception as error:  # yaml and OmegaConf raise a dozen kinds; all mean: not a recipe
-        raise ConfigError(
-            f"recipe {path}: not readable as YAML: {str(error).splitlines()[0]}"
-        ) from None
+        raise ConfigError(f"recipe {path}: not readable as YAML: {_first_problem(error)}") from None
     if not isinstance(tree, DictConfig):
         raise ConfigError(
             f"recipe {path}: expected a mapping of sections, got {type(tree).__name__}"
