@@ -3,7 +3,6 @@ more."""
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from rock_opd.errors import (
 )
 
 if TYPE_CHECKING:
-    from rock_opd.coordinator import Progress
+    from rock_opd.coordinator import Progress, StepLine
 
 EXIT_INTERRUPTED = 130
 
@@ -118,7 +117,7 @@ def generate(recipe: Path, overrides: tuple[str, ...], output: Path, address: st
 
 
 class _Display:
-    """One live line on a terminal; one plain line per step elsewhere."""
+    """A line per finished step; on a terminal also a live one with the phase."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -128,7 +127,6 @@ class _Display:
         self._live = (
             Live(console=self._console, transient=True) if self._console.is_terminal else None
         )
-        self._last_step = 0
 
     def __enter__(self) -> _Display:
         if self._live:
@@ -140,26 +138,20 @@ class _Display:
             self._live.stop()
 
     def __call__(self, progress: Progress) -> None:
-        for note in progress.notes:
-            self._console.print(note, markup=False, highlight=False)
-        line = _progress_line(progress)
+        for line in progress.lines:
+            text = line if isinstance(line, str) else step_line(line)
+            self._console.print(text, markup=False, highlight=False)
         if self._live:
             from rich.text import Text
 
-            self._live.update(Text(line))
-        if progress.step > self._last_step:
-            self._last_step = progress.step
-            self._console.print(line, markup=False, highlight=False)
+            self._live.update(Text(f"{progress.phase} ..."))
 
 
-def _progress_line(progress: Progress) -> str:
-    if not progress.step:
-        return progress.phase
-    left = "" if math.isnan(progress.seconds_left) else f"  {_duration(progress.seconds_left)} left"
+def step_line(line: StepLine) -> str:
+    """A finished step on one line."""
     return (
-        f"step {progress.step}/{progress.num_steps}  KL {progress.kl:.4f}  "
-        f"{progress.tokens_per_s:,.0f} tokens/s  "
-        f"frozen {progress.frozen_share:.1%}{left}"
+        f"step {line.step}/{line.num_steps}  KL {line.kl:.4f}  {line.tokens_per_s:,.0f} tokens/s  "
+        f"frozen {line.frozen_share:.1%}  {_duration(line.seconds_left)} left"
     )
 
 

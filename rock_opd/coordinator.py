@@ -28,6 +28,7 @@ from rock_opd.checkpoint import (
 from rock_opd.config import Recipe
 from rock_opd.core.batching import Deal, build_batches, deal, flatten, scatter, total_weight
 from rock_opd.core.metrics import (
+    Metrics,
     freeze_metrics,
     gap_metrics,
     rollout_metrics,
@@ -77,22 +78,29 @@ class Inputs:
     """int32: the ids of ``policy.ids_file``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLine:
+    """A finished step, for the person watching."""
+
+    step: int
+    num_steps: int
+    kl: float
+    """Nats per token; NaN when nothing was measured."""
+    tokens_per_s: float
+    frozen_share: float
+    seconds_left: float
+
+
 @dataclass
 class Progress:
-    """Where the run stands, for the person watching. Written by the loop, read by another
-    thread."""
+    """Where the run stands. Written by the loop, read by another thread."""
 
     phase: str = "reading"
-    step: int = 0
-    num_steps: int = 0
-    kl: float = math.nan
-    tokens_per_s: float = math.nan
-    frozen_share: float = 0.0
-    seconds_left: float = math.nan
-    notes: list[str] = field(default_factory=list)
+    lines: list[StepLine | str] = field(default_factory=list)
+    """Finished steps and notes, in order."""
 
     def say(self, text: str) -> None:
-        self.notes.append(text)
+        self.lines.append(text)
 
 
 class Coordinator:
@@ -147,10 +155,17 @@ class Coordinator:
             self.log.event("resume", self.state.step, num_updates=self.state.num_updates)
         started, first = time.monotonic(), self.state.step
         while self.state.step < self.num_steps and not self.stop.is_set():
-            self._step(self.state.step + 1)
-            done = self.state.step - first
-            self.progress.seconds_left = (
-                (time.monotonic() - started) / done * (self.num_steps - self.state.step)
+            values = self._step(self.state.step + 1)
+            pace = (time.monotonic() - started) / (self.state.step - first)
+            self.progress.lines.append(
+                StepLine(
+                    step=self.state.step,
+                    num_steps=self.num_steps,
+                    kl=math.nan if values["train/kl_mean"] is None else values["train/kl_mean"],
+                    tokens_per_s=values["perf/tokens_per_s"],
+                    frozen_share=values["freeze/token_share"],
+                    seconds_left=pace * (self.num_steps - self.state.step),
+                )
             )
             if self._due(self.recipe.eval.every):
                 self._evaluate()
@@ -158,7 +173,8 @@ class Coordinator:
                 self._save()
         return self._finish()
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> Metrics:
+        """One step; returns its metrics."""
         recipe, state = self.recipe, self.state
         self._clock = {}
         step_started = time.monotonic()
@@ -249,7 +265,7 @@ class Coordinator:
         self.log.metrics(step, values)
         if step % recipe.log.registry_every == 0:
             self._snapshot()
-        self._show(step, values)
+        return values
 
     # ---------------------------------------------------------------- parts of a step
 
@@ -335,12 +351,6 @@ class Coordinator:
                 f"average (limit sync.max_logprob_gap={limit:g}): the rollout engine does not hold "
                 "the trainer's weights, or the two compute another model"
             )
-
-    def _show(self, step: int, values: dict[str, Any]) -> None:
-        progress = self.progress
-        progress.step, progress.frozen_share = step, values["freeze/token_share"]
-        progress.kl = math.nan if values["train/kl_mean"] is None else values["train/kl_mean"]
-        progress.tokens_per_s = values["perf/tokens_per_s"]
 
     def _snapshot(self) -> None:
         columns = self.registry.table(frozen_ids=self.policy.mask.frozen_ids)

@@ -85,7 +85,6 @@ class CoordinatorActor:
         for line in skipped_lines(inputs.prompts):
             self._progress.say(line)
         steps = num_steps(recipe, inputs.prompts)
-        self._progress.num_steps = steps
         self._progress.phase = "starting"
         roles = start_roles(
             recipe,
@@ -108,8 +107,8 @@ class CoordinatorActor:
             roles.stop()
 
     def progress(self, seen: int) -> Progress:
-        """Where the run stands; notes from number ``seen`` on."""
-        return replace(self._progress, notes=self._progress.notes[seen:])
+        """Where the run stands; lines from number ``seen`` on."""
+        return replace(self._progress, lines=self._progress.lines[seen:])
 
     def request_stop(self) -> None:
         """Ends the run after the step it is in."""
@@ -175,7 +174,7 @@ def train(
             ready, _ = ray.wait([done], timeout=POLL_S)
             progress = _ask(actor, seen)
             if progress is not None:
-                seen += len(progress.notes)
+                seen += len(progress.lines)
                 show(progress)
             if ready:
                 return _result(done)
@@ -187,7 +186,7 @@ def train(
                 show(
                     Progress(
                         phase="stopping",
-                        notes=["stopping after this step (once more to abandon it)"],
+                        lines=["stopping after this step (once more to abandon it)"],
                     )
                 )
     finally:

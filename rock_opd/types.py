@@ -220,7 +220,7 @@ class TrainBatch:
     weight: np.ndarray
     """float32 [N]."""
     index: np.ndarray
-    """int64 [N]: the rows' places in the flat order of ``StepSignals``."""
+    """int32 [N]: the rows' places in the flat order of ``StepSignals``."""
     requests: tuple[RowRequest, ...]
     """What to fetch from the teacher, in row order."""
     teacher_idx: int = 0
@@ -237,7 +237,7 @@ class StepResult:
     are then 0)."""
 
     index: np.ndarray
-    """int64 [N]: flat places of the rows below."""
+    """int32 [N]: flat places of the rows below."""
     kl: np.ndarray
     """float32 [N], nats: the registry's estimator, before the update: full-vocabulary reverse KL
     from a ``hidden`` payload, with a tail bucket from ``topk_tail``, log q(x) - log p(x) from

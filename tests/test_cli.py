@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rock_opd.cli import _duration, _progress_line, cli, main
-from rock_opd.coordinator import Progress
+from rock_opd.cli import _duration, cli, main, step_line
+from rock_opd.coordinator import StepLine
 from rock_opd.errors import ConfigError
 
 RECIPE = """
@@ -113,14 +113,11 @@ def test_a_run_that_fails_is_status_1(monkeypatch, capsys):
         assert capsys.readouterr().err == f"error: {error}\n"
 
 
-def test_the_progress_line_tells_step_kl_speed_share_and_time_left():
-    progress = Progress(
+def test_a_step_line_tells_step_kl_speed_share_and_time_left():
+    line = StepLine(
         step=3, num_steps=9, kl=0.25, tokens_per_s=1234.5, frozen_share=0.125, seconds_left=75.0
     )
-    assert (
-        _progress_line(progress) == "step 3/9  KL 0.2500  1,234 tokens/s  frozen 12.5%  1m15s left"
-    )
-    assert _progress_line(Progress(phase="starting")) == "starting"
+    assert step_line(line) == "step 3/9  KL 0.2500  1,234 tokens/s  frozen 12.5%  1m15s left"
     assert [_duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
 
 

@@ -231,9 +231,10 @@ def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(tmp_path):
     run = coordinator(recipe, Roles())
     step = run._step
 
-    def step_then_stop(number: int) -> None:
-        step(number)
+    def step_then_stop(number: int) -> dict:
+        values = step(number)
         run.stop.set()
+        return values
 
     run._step = step_then_stop
     summary = run.run()

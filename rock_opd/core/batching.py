@@ -192,7 +192,7 @@ def build_batches(
             position_ids=np.concatenate(position_ids).astype(np.int32),
             predicted=np.concatenate(predicted),
             weight=weights.weight[flat],
-            index=flat,
+            index=flat.astype(np.int32),
             requests=tuple(requests),
             teacher_idx=micro_batch.teacher,
         )
@@ -223,7 +223,7 @@ def scatter(
     Raises:
         ValueError: two rows for one position, a position beyond the step, or ragged rows.
     """
-    index = np.concatenate([np.zeros(0, np.int64), *(result.index for result in results)])
+    index = np.concatenate([np.zeros(0, np.int32), *(result.index for result in results)])
     values = np.concatenate(
         [np.zeros(0, np.float32), *(getattr(result, field) for result in results)]
     )

@@ -263,7 +263,7 @@ def test_packed_rows_by_hand():
         getattr(batch, c).dtype
         for c in ("token_ids", "position_ids", "predicted", "weight", "index")
     ]
-    assert dtypes == [np.int32, np.int32, np.int64, np.float32, np.int64]
+    assert dtypes == [np.int32, np.int32, np.int64, np.float32, np.int32]
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100, 10_000])
@@ -370,7 +370,7 @@ def test_millions_of_small_weights_do_not_lose_precision():
 
 def result(index: list[int], kl: list[float]) -> StepResult:
     return StepResult(
-        index=np.array(index, np.int64),
+        index=np.array(index, np.int32),
         kl=np.array(kl, np.float32),
         logprobs=-np.array(kl, np.float32),
         loss=0.0,
