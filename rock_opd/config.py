@@ -536,11 +536,9 @@ def _hint(dotted: str) -> str:
         if not near:
             return f"{section} has: {', '.join(sections[section])}"
     near = near or difflib.get_close_matches(dotted, [*sections, *every, "resume"], n=1)
-    return (
-        f"did you mean '{near[0]}'?"
-        if near
-        else f"a recipe has: {', '.join([*sections, 'resume'])}"
-    )
+    if near:
+        return f"did you mean {' or '.join(repr(key) for key in near[:3])}?"
+    return f"a recipe has: {', '.join([*sections, 'resume'])}"
 
 
 def _unlock(node: DictConfig) -> None:
