@@ -174,6 +174,7 @@ class OptimConfig:
         _within("optim.lr", self.lr, 0.0, 1.0, open_low=True)
         _within("optim.min_lr", self.min_lr, 0.0, self.lr)
         _within("optim.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
+        object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf gives a list
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas must be two numbers in [0, 1), got {list(self.betas)}")
         _within("optim.eps", self.eps, 0.0, 1.0, open_low=True)
