@@ -19,7 +19,8 @@ from rock_opd.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "merges.txt"]
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken")
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -117,6 +118,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     folder = model_folder(model)
+    if not any(file for name in VOCABULARY_FILES for file in folder.glob(name)):
+        # transformers 5 would make an empty tokenizer of the model's kind, without a word
+        raise ModelError(f"model {model}: no usable tokenizer: the folder holds no tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer readers raise a dozen kinds, Rust's among them
