@@ -4,19 +4,19 @@ Every quirk of DeepSpeed (read and measured in 0.19.8) ends here:
 
 - A step has any number of micro-batches and one denominator that comes as a number, so DeepSpeed's
   own divisions are taken out: ``gradient_accumulation_steps`` is 1 and the accumulation boundary is
-  set by hand; ranks are summed (``gradient_allreduce_op``), or, at stage 3, where only a mean exists,
-  the loss is multiplied by the number of ranks first.
-- In bf16 the gradients accumulate and travel in float32. Stage 0 cannot do that and runs as stage 1,
-  which keeps the same numbers with less memory.
+  set by hand; ranks are summed (``gradient_allreduce_op``), or, at stage 3, where only a mean
+  exists, the loss is multiplied by the number of ranks first.
+- In bf16 the gradients accumulate and travel in float32. Stage 0 cannot do that and runs as
+  stage 1, which keeps the same numbers with less memory.
 - The learning rate is a function of the updates done and set before each update; DeepSpeed has no
   scheduler to save.
 - A step whose loss or gradient is not finite changes nothing, on any rank: see ``train_step``.
 - Groups that DeepSpeed opens on its own wait half an hour for a dead peer; the time limit is put on
   every group.
 
-It refuses to train on a model whose logits are not head times hidden state, on weights that were not
-in the checkpoint, and to go on from a state of another shape. CPU (gloo) and GPU (NCCL) take the same
-path.
+It refuses to train on a model whose logits are not head times hidden state, on weights that were
+not in the checkpoint, and to go on from a state of another shape. CPU (gloo) and GPU (NCCL) take the
+same path.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class StudentEngine:
             num_updates: updates of the whole run, for the schedule.
             num_real_ids: ids that teacher and student share; logits beyond are padding.
             teacher_head: [V_t, H_t], V_t >= num_real_ids, for ``hidden`` payloads.
-            timeout_s: limit of every collective: a peer that is gone or late is an error, not a hang.
+            timeout_s: limit of every collective: a peer that is gone or late is an error, no hang.
 
         Raises:
-            ModelError: no such model, weights missing in it, a vocabulary below ``num_real_ids``, or
-                an architecture that cannot be trained packed.
+            ModelError: no such model, weights missing in it, a vocabulary below ``num_real_ids``,
+                or an architecture that cannot be trained packed.
         """
         os.environ.update(
             RANK=str(rank),
@@ -114,7 +114,9 @@ class StudentEngine:
         self._cfg, self._optim, self._source = cfg, optim, model
         self._rank, self._world_size = rank, world_size
         self._num_updates, self._num_real_ids = num_updates, num_real_ids
-        self._device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+        self._device = (
+            torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+        )
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._stage = max(cfg.zero_stage, 1) if self._dtype == torch.bfloat16 else cfg.zero_stage
         self.num_updates_done = 0
@@ -286,9 +288,9 @@ class StudentEngine:
         norm that all ranks share.
 
         Args:
-            rows: the teacher's rows, one entry per micro-batch; may be a generator that fetches them.
+            rows: the teacher's rows, one entry per micro-batch; may be a generator that fetches.
             total_weight: the step's one denominator, > 0: the caller skips steps frozen whole.
-            mask_version: the freeze mask the weights were made under; every rank must say the same.
+            mask_version: the freeze mask the weights were made under; the same on every rank.
 
         Raises:
             NumericsError: on every rank, with weights and moments as they were.
@@ -316,8 +318,8 @@ class StudentEngine:
         grad_norm = self._update()
         if grad_norm is None:
             raise NumericsError(
-                f"update {self.num_updates_done + 1}: a loss, a measured row or the gradient is not "
-                f"finite; no weight was changed. Rank {self._rank}: {_non_finite(results)}"
+                f"update {self.num_updates_done + 1}: a loss, a measured row or the gradient is "
+                f"not finite; no weight was changed. Rank {self._rank}: {_non_finite(results)}"
             )
         self.num_updates_done += 1
         return self._result(
@@ -359,10 +361,12 @@ class StudentEngine:
         def ids(array: np.ndarray) -> Tensor:
             return torch.as_tensor(array.astype(np.int64), device=self._device)
 
-        return self._engine(ids(batch.token_ids), ids(batch.position_ids), ids(batch.predicted), rows)
+        return self._engine(
+            ids(batch.token_ids), ids(batch.position_ids), ids(batch.predicted), rows
+        )
 
     def _update(self) -> float | None:
-        """Steps, and returns the norm before clipping; None when it is not finite and nothing moved.
+        """Steps; the norm before clipping, or None when it is not finite and nothing moved.
 
         Stages 1 to 3 decide by the norm that all ranks share, before they touch a weight, and clear
         the gradients themselves. Stage 0 is torch's optimizer, which would step on NaN.
@@ -380,9 +384,7 @@ class StudentEngine:
             return None
         return float(self._engine.get_global_grad_norm())
 
-    def _agree(
-        self, batches: list[TrainBatch], *, total_weight: float, mask_version: int
-    ) -> None:
+    def _agree(self, batches: list[TrainBatch], *, total_weight: float, mask_version: int) -> None:
         """Raises on every rank when one rank's input would leave the others waiting or go wrong."""
         error = self._batch_error(batches)
         if error is None and not total_weight > 0:
@@ -414,12 +416,19 @@ class StudentEngine:
             num_tokens, num_rows = len(batch.token_ids), batch.num_rows
             at = batch.predicted
             where = f"micro-batch {i}: "
-            if num_tokens < 1 or len(batch.position_ids) != num_tokens or batch.position_ids[0] != 0:
+            if (
+                num_tokens < 1
+                or len(batch.position_ids) != num_tokens
+                or batch.position_ids[0] != 0
+            ):
                 return where + "needs tokens, each with a position, the first one 0"
             if batch.token_ids.min() < 0 or batch.token_ids.max() >= width:
                 return where + f"token ids must lie in [0, {width})"
             if len(batch.weight) != num_rows or len(batch.index) != num_rows:
-                return where + f"{num_rows} rows, {len(batch.weight)} weights, {len(batch.index)} places"
+                return (
+                    where
+                    + f"{num_rows} rows, {len(batch.weight)} weights, {len(batch.index)} places"
+                )
             if not num_rows:
                 continue
             if not np.isfinite(batch.weight).all() or batch.weight.min() < 0:
@@ -427,7 +436,9 @@ class StudentEngine:
             if at.min() < 1 or at.max() >= num_tokens or (batch.position_ids[at] == 0).any():
                 return where + "a predicted token must stand behind another one of its sequence"
             if batch.token_ids[at].max() >= self._num_real_ids:
-                return where + f"predicted ids must lie below {self._num_real_ids}, the shared width"
+                return (
+                    where + f"predicted ids must lie below {self._num_real_ids}, the shared width"
+                )
         return None
 
     def _result(
@@ -457,16 +468,17 @@ class StudentEngine:
         """The full weights under their checkpoint names, bucket by bucket; all ranks iterate to the
         end together, and as often.
 
-        Rank 0 gets tensors in the training dtype on the training device, the other ranks empty lists.
-        A bucket holds at most ``max_bytes`` by full shape, or a single larger tensor (one that
-        transformers fuses may come as its parts); a tied weight comes once. Tensors may be the
+        Rank 0 gets tensors in the training dtype on the training device, the other ranks empty
+        lists. A bucket holds at most ``max_bytes`` by full shape, or a single larger tensor (one
+        that transformers fuses comes as its parts); a tied weight comes once. Tensors may be the
         weights themselves: use them before asking for the next bucket, and do not write to them.
         """
         import deepspeed
         from transformers.core_model_loading import revert_weight_conversion
 
+        named = self._named_tensors()
         for names in self._plan(max_bytes):
-            tensors = {name: self._named_tensors()[name] for name in names}
+            tensors = {name: named[name] for name in names}
             gathered = (
                 deepspeed.zero.GatheredParameters(list(tensors.values()))
                 if self._stage == 3
@@ -502,7 +514,7 @@ class StudentEngine:
             filled += size
         return plan
 
-    def save_hf(self, path: str | Path) -> None:
+    def save_hf(self, path: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Writes a model folder that transformers and vLLM load: weights in the training dtype,
         config, generation config and the source's tokenizer files. All ranks call it.
 
@@ -511,14 +523,14 @@ class StudentEngine:
         from safetensors.torch import save_file
 
         path = Path(path)
-        num_shards = len(self._plan(SHARD_BYTES))
+        num_shards = len(self._plan(shard_bytes))
         weight_map: dict[str, str] = {}
         total_size = 0
         if self._rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             for old in [*path.glob("model*.safetensors"), path / "model.safetensors.index.json"]:
                 old.unlink(missing_ok=True)
-        for i, bucket in enumerate(self.weight_buckets(SHARD_BYTES)):
+        for i, bucket in enumerate(self.weight_buckets(shard_bytes)):
             if self._rank != 0:
                 continue
             name = "model.safetensors"
@@ -579,14 +591,14 @@ class StudentEngine:
         file = path / f"rank_{self._rank:05d}.pt"
         if not file.is_file():
             raise DataError(
-                f"student state {path}: no file for rank {self._rank} of {self._world_size}; resume "
-                "with the number of ranks it was saved with"
+                f"student state {path}: no file for rank {self._rank} of {self._world_size}; "
+                "resume with the number of ranks it was saved with"
             )
         state = torch.load(file, weights_only=False)
         if state["shape"] != self._shape():
             raise DataError(
-                f"student state {path}: saved under {state['shape']}, this run has {self._shape()}; "
-                "resume with the same student section"
+                f"student state {path}: saved under {state['shape']}, this run has "
+                f"{self._shape()}; resume with the same student section"
             )
         loaded, _ = self._engine.load_checkpoint(
             str(path), tag=_STATE_TAG, load_lr_scheduler_states=False
@@ -622,8 +634,8 @@ class StudentEngine:
         optimizer = self._engine.optimizer
         if not hasattr(optimizer, "offload_states"):
             raise ModelError(
-                f"student: ZeRO stage {self._stage} in {self._shape()['dtype']} cannot leave the GPU; "
-                "sharing GPUs (placement.colocate) needs student.zero_stage 2 or 3"
+                f"student: ZeRO stage {self._stage} in {self._shape()['dtype']} cannot leave the "
+                "GPU; sharing GPUs (placement.colocate) needs student.zero_stage 2 or 3"
             )
         for tensor in self._optimizer_tensors():
             tensor.data = tensor.data.to("cpu")
@@ -636,7 +648,9 @@ class StudentEngine:
         for tensor in self._optimizer_tensors():
             tensor.data = tensor.data.to(self._device)
         head = self._module.head
-        head.teacher_head = None if head.teacher_head is None else head.teacher_head.to(self._device)
+        head.teacher_head = (
+            None if head.teacher_head is None else head.teacher_head.to(self._device)
+        )
 
     def _movable(self) -> list[Any]:
         """What DeepSpeed moves. At stage 3 it moves optimizer states for its own FusedAdam only
@@ -644,7 +658,9 @@ class StudentEngine:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
         parts = [State.lp_params]
-        if not self._cfg.offload_optimizer:  # else these live on the host, and reload would fetch them
+        if (
+            not self._cfg.offload_optimizer
+        ):  # else these live on the host, and reload would fetch them
             parts.append(State.lp_grads)
         if self._stage == 3:
             parts.append(State.contiguous_grad_buffer)
@@ -657,7 +673,9 @@ class StudentEngine:
         if self._cfg.offload_optimizer:
             return []  # they live on the host
         optimizer = self._engine.optimizer
-        states = [s[key] for s in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        states = [
+            s[key] for s in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+        ]
         return states + (optimizer.fp32_partitioned_groups_flat if self._stage == 3 else [])
 
     def _shape(self) -> dict[str, Any]:
@@ -679,4 +697,6 @@ def _non_finite(results: list[tuple[Tensor, Tensor, Tensor]]) -> str:
         for i, (share, kl, logprobs) in enumerate(results)
         if not (share.isfinite() and kl.isfinite().all() and logprobs.isfinite().all())
     ]
-    return "; ".join(found) if found else "all its rows are finite: another rank, or the gradient norm"
+    return (
+        "; ".join(found) if found else "all its rows are finite: another rank, or the gradient norm"
+    )

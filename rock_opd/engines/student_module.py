@@ -39,7 +39,7 @@ from rock_opd.types import TeacherRows, TrainBatch
 
 @dataclass(frozen=True, kw_only=True)
 class LossRows:
-    """One micro-batch's kept rows on the training device: what to predict, with which weight and teacher."""
+    """One micro-batch's kept rows on the training device."""
 
     target: Tensor
     """int64 [N]: the tokens to predict."""
@@ -175,9 +175,7 @@ class HeadLoss(nn.Module):
         target_n, name = rows.target[at], self._loss.divergence
         if rows.kind == "hidden":
             teacher = (
-                teacher_logits(
-                    rows.hidden[at], self.teacher_head, num_real_ids=self._num_real_ids
-                ),
+                teacher_logits(rows.hidden[at], self.teacher_head, num_real_ids=self._num_real_ids),
             )
             table = DIVERGENCES
         elif rows.kind == "topk_tail":
@@ -193,7 +191,9 @@ class HeadLoss(nn.Module):
         elif name in table:
             divergence_n = table[name](real_nR, *teacher)
         else:
-            raise ValueError(f"loss.divergence {name} cannot be had from '{rows.kind}' teacher rows")
+            raise ValueError(
+                f"loss.divergence {name} cannot be had from '{rows.kind}' teacher rows"
+            )
 
         if name == "reverse_kl":
             kl_n = divergence_n.detach()
@@ -245,7 +245,9 @@ class _HeadLossFunction(torch.autograd.Function):
         finite = torch.ones((), dtype=torch.bool, device=hidden_NH.device)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if with_grad else None
         grad_weight_VH = torch.zeros(weight_VH.shape, **float32) if with_grad else None
-        grad_bias_V = torch.zeros(bias_V.shape, **float32) if with_grad and bias_V is not None else None
+        grad_bias_V = (
+            torch.zeros(bias_V.shape, **float32) if with_grad and bias_V is not None else None
+        )
 
         for at in head.chunks(num_rows):
             # The projection is the teacher's, over the student's full width: no graph, float32.
@@ -268,8 +270,6 @@ class _HeadLossFunction(torch.autograd.Function):
             if not trains:
                 continue
             (grad_nV,) = torch.autograd.grad(share, logits_nV)
-            # A row of weight 0 may have met infinities on its way: 0 * inf is NaN.
-            grad_nV = grad_nV.masked_fill_((rows.weight[at] == 0)[:, None], 0.0)
             if grad_bias_V is not None:
                 grad_bias_V += grad_nV.sum(0)
             grad_nV = grad_nV.to(grad_VH.dtype)
@@ -340,9 +340,9 @@ class StudentModule(nn.Module):
 
         Args:
             token_ids_T: int64, sequences one behind the other.
-            position_ids_T: int64, restarting at 0 with each sequence; transformers derives from them
-                that sequences do not see each other (sdpa, eager: a block mask; flash attention:
-                variable-length kernels), given no attention mask and no cache.
+            position_ids_T: int64, restarting at 0 with each sequence; given no attention mask and
+                no cache, transformers derives from them that sequences do not see each other (sdpa,
+                eager: a block mask; flash attention: variable-length kernels).
             predicted_N: int64, the predicted tokens; row t - 1 of the output predicts token t. None
                 returns instead what ``probe_error`` compares: the output rows [T, H], the head's
                 logits and the model's own, both [T, V].

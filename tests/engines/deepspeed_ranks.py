@@ -1,7 +1,7 @@
-"""Student ranks in processes of their own, shared by the tests: an engine is built where DeepSpeed runs.
+"""Student ranks in processes of their own, shared by the tests.
 
-``ranks(world_size)`` gives the group; ``call`` runs one of ``Rank``'s methods on every rank at once.
-Run as a script, this file is one rank.
+``ranks(world_size)`` gives the group; ``call`` runs a method of ``Rank`` on every rank at once. Run
+as a script, this file is one rank.
 """
 
 from __future__ import annotations
@@ -118,6 +118,15 @@ class Rank:
         self.engine = StudentEngine(
             student, optim, loss, model=model, teacher_head=teacher_head, **arguments, **self._place
         )
+        self._layer_calls = 0
+        self.engine._hf_model.model.layers[0].register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._layer_calls += 1
+
+    def layer_calls(self) -> int:
+        """Forwards of the first layer since the engine was built."""
+        return self._layer_calls
 
     def train_step(self, *args: Any, **kwargs: Any):
         return self.engine.train_step(*args, **kwargs)
@@ -125,8 +134,8 @@ class Rank:
     def measure(self, *args: Any):
         return self.engine.measure(*args)
 
-    def save_hf(self, path: str) -> None:
-        self.engine.save_hf(path)
+    def save_hf(self, path: str, *shard_bytes: int) -> None:
+        self.engine.save_hf(path, *shard_bytes)
 
     def save_state(self, path: str) -> None:
         self.engine.save_state(path)
@@ -168,8 +177,14 @@ class Rank:
         self.engine._leave_device()
         self.engine._return_to_device()
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def train_step_waiting_for_rows(self, batches: list, seconds: float) -> None:
+        """A step whose teacher does not hand over the rows."""
+
+        def rows():
+            time.sleep(seconds)
+            yield None
+
+        self.engine.train_step(batches, rows(), total_weight=72.0, mask_version=0)
 
     def exit(self) -> None:
         os._exit(1)

@@ -99,8 +99,17 @@ def pack(sequences: list[Sequence], head: torch.Tensor, *, kind: str = "hidden",
     return batch, TeacherRows(kind=kind, **fields)
 
 
-def reference(model_path, sequences, head, *, total_weight, divergence="reverse_kl", kd_ratio=1.0,
-              payload="hidden", top_k=32):
+def reference(
+    model_path,
+    sequences,
+    head,
+    *,
+    total_weight,
+    divergence="reverse_kl",
+    kd_ratio=1.0,
+    payload="hidden",
+    top_k=32,
+):
     """Loss, gradients, estimator and log-probabilities, in float64, sequence by sequence."""
     from transformers import AutoModelForCausalLM
 
@@ -114,7 +123,9 @@ def reference(model_path, sequences, head, *, total_weight, divergence="reverse_
         for t, weight in zip(sequence.predicted, sequence.weight, strict=True):
             x = int(sequence.ids[t])
             log_q = torch.log_softmax(logits[t - 1, :NUM_REAL_IDS], -1)
-            log_p = torch.log_softmax(torch.tensor(sequence.teacher_hidden[t - 1]).double() @ head.T, -1)
+            log_p = torch.log_softmax(
+                torch.tensor(sequence.teacher_hidden[t - 1]).double() @ head.T, -1
+            )
             if payload == "topk_tail":
                 kept = log_p.topk(top_k).indices
                 rest = torch.ones(NUM_REAL_IDS, dtype=torch.bool)
@@ -138,7 +149,7 @@ def reference(model_path, sequences, head, *, total_weight, divergence="reverse_
             logprobs.append(torch.log_softmax(logits[t - 1], -1)[x].item())
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
-    return float(loss), grads, np.array(kls), np.array(logprobs)
+    return loss.item(), grads, np.array(kls), np.array(logprobs)
 
 
 def assert_gradients(found: dict, expected: dict, *, tolerance: float = 2e-5) -> None:
@@ -173,13 +184,20 @@ def test_loss_and_gradients_equal_float64_for_any_split(
 ):
     path, group = str(tiny_models / "student"), ranks(world_size)
     group.call(
-        "build", path, zero_stage=stage, teacher_head=teacher_head, num_real_ids=NUM_REAL_IDS, **STILL
+        "build",
+        path,
+        zero_stage=stage,
+        teacher_head=teacher_head,
+        num_real_ids=NUM_REAL_IDS,
+        **STILL,
     )
     masked_kept = sum(float(s.weight.sum()) for s in sequences)
     num_tokens = float(sum(len(s.weight) for s in sequences))
     cases = [(sequences, masked_kept), (sequences, num_tokens), (all_ones(sequences), num_tokens)]
     for of_step, total_weight in cases:  # masked with each normaliser, and not masked
-        loss, grads, kl, logprobs = reference(path, of_step, teacher_head, total_weight=total_weight)
+        loss, grads, kl, logprobs = reference(
+            path, of_step, teacher_head, total_weight=total_weight
+        )
         for split in SPLITS[world_size]:
             per_rank = [
                 [pack([of_step[i] for i in lot], teacher_head) for lot in lots] for lots in split
@@ -215,16 +233,47 @@ def test_every_divergence_and_payload_equals_float64(
     tiny_models, sequences, teacher_head, divergence, kd_ratio, payload
 ):
     path, group = str(tiny_models / "student"), ranks(1)
-    group.call("build", path, zero_stage=0, divergence=divergence, kd_ratio=kd_ratio,
-               teacher_head=teacher_head if payload == "hidden" else None,
-               num_real_ids=NUM_REAL_IDS, **STILL)
-    loss, grads, kl, _ = reference(path, sequences, teacher_head, total_weight=10.0,
-                                   divergence=divergence, kd_ratio=kd_ratio, payload=payload)
+    group.call(
+        "build",
+        path,
+        zero_stage=0,
+        divergence=divergence,
+        kd_ratio=kd_ratio,
+        teacher_head=teacher_head if payload == "hidden" else None,
+        num_real_ids=NUM_REAL_IDS,
+        **STILL,
+    )
+    loss, grads, kl, _ = reference(
+        path,
+        sequences,
+        teacher_head,
+        total_weight=10.0,
+        divergence=divergence,
+        kd_ratio=kd_ratio,
+        payload=payload,
+    )
     batch = pack(sequences, teacher_head, kind=payload)
     (result,) = step(group, [[batch]], total_weight=10.0)
     assert result.loss == pytest.approx(loss, rel=1e-5)
     np.testing.assert_allclose(result.kl, kl, rtol=1e-4, atol=1e-5)
     assert_gradients(group.call("first_moments")[0], grads)
+
+
+def test_bf16_rows_travel_as_bits_and_lose_nothing_more(tiny_models, sequences, teacher_head):
+    path, group = str(tiny_models / "student"), ranks(1)
+    bits = [torch.tensor(s.teacher_hidden).bfloat16() for s in sequences]
+    rounded = [
+        dataclasses.replace(s, teacher_hidden=b.float().numpy())
+        for s, b in zip(sequences, bits, strict=True)
+    ]
+    loss, _, kl, _ = reference(path, rounded, teacher_head, total_weight=10.0)
+    batch, rows = pack(rounded, teacher_head)
+    packed = torch.cat([b[s.predicted - 1] for s, b in zip(sequences, bits, strict=True)])
+    wire = dataclasses.replace(rows, hidden=packed.view(torch.uint16).numpy())
+    group.call("build", path, teacher_head=teacher_head, num_real_ids=NUM_REAL_IDS, **STILL)
+    (result,) = step(group, [[(batch, wire)]], total_weight=10.0)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(result.kl, kl, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -247,12 +296,18 @@ def test_no_setting_or_architecture_changes_the_gradient(
 ):
     path, group = str(tiny_models / model), ranks(world_size)
     other = torch.roll(teacher_head, 1, 0)  # "teacher" as a student must have something to learn
-    loss, grads, kl, _ = reference(path, sequences, other, total_weight=20.0)
-    group.call("build", path, zero_stage=stage, teacher_head=other, num_real_ids=NUM_REAL_IDS,
-               **settings, **STILL)
+    loss, grads, _, _ = reference(path, sequences, other, total_weight=20.0)
+    group.call(
+        "build",
+        path,
+        zero_stage=stage,
+        teacher_head=other,
+        num_real_ids=NUM_REAL_IDS,
+        **settings,
+        **STILL,
+    )
     per_rank = [
-        [pack([sequences[i] for i in lot], other) for lot in lots]
-        for lots in SPLITS[world_size][1]
+        [pack([sequences[i] for i in lot], other) for lot in lots] for lots in SPLITS[world_size][1]
     ]
     results = step(group, per_rank, total_weight=20.0)
     assert sum(r.loss for r in results) == pytest.approx(loss, rel=1e-5)
@@ -263,8 +318,14 @@ def test_no_setting_or_architecture_changes_the_gradient(
 def still_pair(request, tiny_models, teacher_head):
     """Two ranks at stage 0 or 3 whose weights stay."""
     group = ranks(2)
-    group.call("build", str(tiny_models / "student"), zero_stage=request.param,
-               teacher_head=teacher_head, num_real_ids=NUM_REAL_IDS, **STILL)
+    group.call(
+        "build",
+        str(tiny_models / "student"),
+        zero_stage=request.param,
+        teacher_head=teacher_head,
+        num_real_ids=NUM_REAL_IDS,
+        **STILL,
+    )
     return group
 
 
@@ -306,7 +367,9 @@ def test_freezing_the_only_type_that_trains_gives_exactly_zero_gradient(
 
     def only_v(lam: float) -> list[Sequence]:
         return [
-            dataclasses.replace(s, weight=np.where(s.ids[s.predicted] == v, lam, 0).astype(np.float32))
+            dataclasses.replace(
+                s, weight=np.where(s.ids[s.predicted] == v, lam, 0).astype(np.float32)
+            )
             for s in sequences
         ]
 
@@ -377,8 +440,16 @@ def test_nan_in_one_trained_row_stops_every_rank_and_changes_nothing(
     hidden[3] = np.nan
     bad = (good[0], dataclasses.replace(good[1], hidden=hidden))
     for stage in (0, 1, 2, 3):
-        group.call("build", str(tiny_models / "student"), zero_stage=stage, lr=1e-2, max_grad_norm=1.0,
-                   warmup_ratio=0.0, teacher_head=teacher_head, num_real_ids=NUM_REAL_IDS)
+        group.call(
+            "build",
+            str(tiny_models / "student"),
+            zero_stage=stage,
+            lr=1e-2,
+            max_grad_norm=1.0,
+            warmup_ratio=0.0,
+            teacher_head=teacher_head,
+            num_real_ids=NUM_REAL_IDS,
+        )
         step(group, [[good], [good]], total_weight=80.0)
         before = group.call("weights")[0]
         with pytest.raises(RankFailure) as failure:
@@ -388,14 +459,49 @@ def test_nan_in_one_trained_row_stops_every_rank_and_changes_nothing(
         after = group.call("weights")[0]
         assert all(torch.equal(a, after[0][name]) for name, a in before[0].items())
         assert group.call("counters") == [(1, 1), (1, 1)]
-        # and nothing of the bad step is left behind: the next equals that of a run that never saw it
+        # Nothing of the bad step is left behind: the next equals that of a run without it.
         step(group, [[good], [good]], total_weight=80.0)
         after = group.call("weights")[0][0]
-        group.call("build", str(tiny_models / "student"), zero_stage=stage, lr=1e-2, max_grad_norm=1.0,
-                   warmup_ratio=0.0, teacher_head=teacher_head, num_real_ids=NUM_REAL_IDS)
+        group.call(
+            "build",
+            str(tiny_models / "student"),
+            zero_stage=stage,
+            lr=1e-2,
+            max_grad_norm=1.0,
+            warmup_ratio=0.0,
+            teacher_head=teacher_head,
+            num_real_ids=NUM_REAL_IDS,
+        )
         for _ in range(2):
             step(group, [[good], [good]], total_weight=80.0)
         assert all(torch.equal(a, after[name]) for name, a in group.call("weights")[0][0].items())
+
+
+@pytest.mark.parametrize("fault", ["audited row of NaN", "table without its tail"])
+def test_a_measured_row_that_is_no_number_stops_every_rank(
+    tiny_models, sequences, teacher_head, fault
+):
+    group = ranks(2)
+    group.call(
+        "build",
+        str(tiny_models / "student"),
+        zero_stage=3,
+        teacher_head=teacher_head,
+        num_real_ids=NUM_REAL_IDS,
+        **STILL,
+    )
+    if fault == "audited row of NaN":
+        good = pack(sequences, teacher_head)
+        hidden = good[1].hidden.copy()
+        hidden[int(np.flatnonzero(good[0].weight == 0)[0])] = np.nan
+        bad = dataclasses.replace(good[1], hidden=hidden)
+    else:
+        good = pack(sequences, teacher_head, kind="topk_tail")
+        bad = dataclasses.replace(good[1], tail_logprob=np.full_like(good[1].tail_logprob, -20))
+    with pytest.raises(RankFailure) as failure:
+        step(group, [[good], [(good[0], bad)]], total_weight=5.0)
+    assert [type(e) for e in failure.value.errors] == [NumericsError, NumericsError]
+    step(group, [[good], [good]], total_weight=5.0)
 
 
 def test_measuring_gives_the_numbers_of_the_step_and_touches_nothing(
@@ -436,15 +542,25 @@ def test_ranks_that_disagree_and_malformed_batches_are_refused_on_every_rank(
     step(still_pair, [[good], [good]], total_weight=5.0)
 
 
-def test_bf16_stays_within_its_bound_of_float64_at_every_stage(tiny_models, sequences, teacher_head):
+def test_bf16_stays_within_its_bound_of_float64_at_every_stage(
+    tiny_models, sequences, teacher_head
+):
     path, group = str(tiny_models / "student"), ranks(2)
     loss, grads, _, logprobs = reference(path, sequences, teacher_head, total_weight=20.0)
     for stage in (0, 1, 2, 3):
-        group.call("build", path, dtype="bfloat16", zero_stage=stage, teacher_head=teacher_head,
-                   num_real_ids=NUM_REAL_IDS, **STILL)
+        group.call(
+            "build",
+            path,
+            dtype="bfloat16",
+            zero_stage=stage,
+            teacher_head=teacher_head,
+            num_real_ids=NUM_REAL_IDS,
+            **STILL,
+        )
         assert group.call("buffer_dtypes")[0] == {torch.float32}  # rotary frequencies
         per_rank = [
-            [pack([sequences[i] for i in lot], teacher_head) for lot in lots] for lots in SPLITS[2][1]
+            [pack([sequences[i] for i in lot], teacher_head) for lot in lots]
+            for lots in SPLITS[2][1]
         ]
         results = step(group, per_rank, total_weight=20.0)
         assert sum(r.loss for r in results) == pytest.approx(loss, rel=0.03)
@@ -463,6 +579,10 @@ def test_a_head_narrower_than_the_shared_width_is_refused(tiny_models, teacher_h
         ranks(1).call("build", str(tiny_models / "student"), num_real_ids=1025)
     assert isinstance(failure.value.errors[0], ModelError)
     with pytest.raises(RankFailure) as failure:
-        ranks(1).call("build", str(tiny_models / "student_padded"), num_real_ids=1025,
-                      teacher_head=teacher_head)
+        ranks(1).call(
+            "build",
+            str(tiny_models / "student_padded"),
+            num_real_ids=1025,
+            teacher_head=teacher_head,
+        )
     assert "teacher's head has 1024 rows" in str(failure.value.errors[0])
