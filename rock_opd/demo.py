@@ -16,7 +16,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,27 @@ def _make_part(folder: Path, name: str, make: Callable[[Path], None], say: Say) 
         return
     if partial.is_dir():
         shutil.rmtree(partial)
-    make(partial)
+    with _quiet():
+        make(partial)
     os.replace(partial, target)
     say(f"{target}: made")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar for every file of a few megabytes, and no guess of DeepSpeed's about GPUs."""
+    import torch
+    from transformers.utils import logging
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when transformers imports DeepSpeed
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

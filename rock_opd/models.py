@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken")
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -89,7 +90,6 @@ def load_config(model: str) -> PreTrainedConfig:
         ModelError: unreadable, not a causal language model, or only usable with code from the hub.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder = model_folder(model)
     try:
@@ -102,9 +102,11 @@ def load_config(model: str) -> PreTrainedConfig:
             else _first_line(error)
         )
         raise ModelError(f"model {model}: config.json cannot be used: {why}") from None
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    named = config.architectures or []
+    if config.is_encoder_decoder or (named and not any(n.endswith(LANGUAGE_MODELS) for n in named)):
         raise ModelError(
-            f"model {model}: expected a causal language model, got model_type '{config.model_type}'"
+            f"model {model}: expected a causal language model, got {', '.join(named)} "
+            f"(model_type '{config.model_type}')"
         )
     return config.get_text_config()
 

@@ -192,7 +192,9 @@ def test_a_folder_without_a_config_or_tokenizer_is_named(tmp_path, copy):
 
 def test_a_model_that_is_no_language_model_is_refused(copy):
     model = copy("student", model_type="clip", architectures=["CLIPModel"])
-    assert "expected a causal language model, got model_type 'clip'" in refusal(load_config, model)
+    assert "expected a causal language model, got CLIPModel" in refusal(load_config, model)
+    model = copy("teacher", model_type="t5", architectures=["T5ForConditionalGeneration"])
+    assert "expected a causal language model, got T5" in refusal(load_config, model)
 
 
 def test_a_head_that_scales_its_logits_is_noticed(copy):
