@@ -63,7 +63,7 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
             sys.exit(EXIT_INTERRUPTED)
     if not summary["finished"]:
         click.echo(f"\nstopped after step {summary['num_steps']}, saved. To go on: {resume}")
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(0 if summary["num_steps"] == cfg.run.stop_after else EXIT_INTERRUPTED)
     from rock_opd.report import show_summary
 
     show_summary(summary, cfg.run_dir)

@@ -63,6 +63,12 @@ class RunConfig:
     """Decides data order, sampling, audits and controls."""
     num_steps: int = 0
     """Steps to train; 0 means ``num_epochs`` over the prompts."""
+    num_steps_float32: int = 0
+    """In place of ``num_steps`` where the student trains in float32; 0: the same. CPUs without
+    native bf16 are several times slower."""
+    stop_after: int = 0
+    """Stop and save once this many steps are done, to go on later; the schedule stays that of the
+    whole run. 0: never."""
     num_epochs: int = 1
     """Passes over the prompts when ``num_steps`` is 0."""
     device: str = "auto"
@@ -81,6 +87,8 @@ class RunConfig:
         _choice("run.on_existing", self.on_existing, ("fail", "new"))
         _at_least("run.seed", self.seed, 0)
         _at_least("run.num_steps", self.num_steps, 0)
+        _at_least("run.num_steps_float32", self.num_steps_float32, 0)
+        _at_least("run.stop_after", self.stop_after, 0)
         _at_least("run.num_epochs", self.num_epochs, 1)
         _choice("run.device", self.device, DEVICES)
         _at_least("run.start_timeout_s", self.start_timeout_s, 1)
@@ -224,6 +232,12 @@ class RolloutConfig:
         _within(
             "rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run needs rollout workers: to train, or to evaluate."""
+        evaluates = self.eval.num_heldout > 0 or self.eval.problems is not None
+        return self.data.source == "student" or evaluates
 
     @property
     def max_model_len(self) -> int:
@@ -494,6 +508,14 @@ class Recipe:
                 f"topk_tail, got 'sampled': "
                 "back-propagating the sampled log-ratio drops the teacher from the gradient"
             )
+        rollout_gpus = self.rollout.num_workers * self.rollout.tensor_parallel
+        shared = self.placement.colocate == "all" and self.samples
+        if shared and self.student.num_ranks != rollout_gpus:
+            raise ConfigError(
+                "placement.colocate=all hands weights over on the GPU itself, so every rollout GPU "
+                f"needs a student rank: student.num_ranks={self.student.num_ranks}, but "
+                f"rollout.num_workers x rollout.tensor_parallel = {rollout_gpus}"
+            )
         if self.placement.colocate != "none" and self.run.device == "cpu":
             raise ConfigError("placement.colocate shares GPUs; on run.device=cpu it must be none")
         if (
@@ -507,6 +529,12 @@ class Recipe:
                 f"many rows, got data.skip={self.data.skip}: held-out prompts must not be trained "
                 f"on"
             )
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run needs rollout workers: to train, or to evaluate."""
+        evaluates = self.eval.num_heldout > 0 or self.eval.problems is not None
+        return self.data.source == "student" or evaluates
 
     @property
     def max_model_len(self) -> int:

@@ -154,7 +154,8 @@ class Coordinator:
         else:
             self.log.event("resume", self.state.step, num_updates=self.state.num_updates)
         started, first = time.monotonic(), self.state.step
-        while self.state.step < self.num_steps and not self.stop.is_set():
+        last = min(self.num_steps, self.recipe.run.stop_after or self.num_steps)
+        while self.state.step < last and not self.stop.is_set():
             values = self._step(self.state.step + 1)
             pace = (time.monotonic() - started) / (self.state.step - first)
             self.progress.lines.append(

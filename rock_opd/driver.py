@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rock_opd.config import Recipe
+from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator, Inputs, Progress
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, load_token_list
 from rock_opd.errors import ConfigError, RockOPDError, RoleError
@@ -55,9 +55,12 @@ def load_inputs(recipe: Recipe) -> Inputs:
     )
 
 
-def num_steps(recipe: Recipe, prompts: PromptSet) -> int:
-    """Steps of the run: as asked, or whole passes over the prompts."""
+def num_steps(recipe: Recipe, prompts: PromptSet, *, dtype: str) -> int:
+    """Steps of the run: as asked (for this dtype of the student), or whole passes over the
+    prompts."""
     per_epoch = prompts.steps_per_epoch(recipe.rollout.prompts_per_step)
+    if dtype == "float32" and recipe.run.num_steps_float32:
+        return recipe.run.num_steps_float32
     return recipe.run.num_steps or recipe.run.num_epochs * per_epoch
 
 
@@ -79,12 +82,14 @@ class CoordinatorActor:
 
     def run(self, recipe: Recipe) -> dict[str, Any]:
         """The whole run; returns its summary."""
-        from rock_opd.actors.groups import start_roles
+        from rock_opd.actors.groups import resolve_device, start_roles
 
         inputs = load_inputs(recipe)
         for line in skipped_lines(inputs.prompts):
             self._progress.say(line)
-        steps = num_steps(recipe, inputs.prompts)
+        dtype = resolve_dtype(recipe.student.dtype, resolve_device(recipe))
+        steps = num_steps(recipe, inputs.prompts, dtype=dtype)
+        self._progress.say(f"{steps} steps, student in {dtype}")
         self._progress.phase = "starting"
         roles = start_roles(
             recipe,

@@ -49,7 +49,7 @@ def test_help_imports_neither_torch_nor_ray_nor_vllm():
     ("overrides", "message"),
     [
         (["optim.learningrate=1"], "unknown key 'optim.learningrate'"),
-        (["temperature=1"], "did you mean 'eval.temperature'?"),
+        (["temperature=1"], "did you mean 'rollout.temperature' or 'eval.temperature'?"),
         (["optim.lr=fast"], "optim.lr"),
         (["policy.lam=1.5"], "policy.lam must lie in [0, 1], got 1.5"),
         (["run.name=../../etc"], "run.name must be"),

@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rock_opd.actors.workers import RolloutWorker, StudentWorker, TeacherWorker
+from rock_opd.actors.workers import RolloutWorker, StudentWorker, SyncRoute, TeacherWorker
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.core.batching import Deal
 from rock_opd.errors import PlacementError, RockOPDError, RoleError, RoleTimeout
@@ -277,8 +277,11 @@ class Teachers:
 class Students:
     """The DeepSpeed ranks: every method is collective."""
 
-    def __init__(self, handles: list[Any], teachers: Teachers, timeout_s: float) -> None:
-        self._handles, self._teachers, self._timeout_s = handles, teachers, timeout_s
+    def __init__(
+        self, handles: list[Any], teachers: Teachers, route: SyncRoute, timeout_s: float
+    ) -> None:
+        self._handles, self._teachers = handles, teachers
+        self._route, self._timeout_s = route, timeout_s
 
     def train_step(
         self, batches: list[list[TrainBatch]], *, total_weight: float, mask_version: int
@@ -316,6 +319,7 @@ class Students:
         refs = [
             h.push_weights.remote(
                 rollouts.handles,
+                self._route,
                 version=version,
                 bucket_bytes=bucket_bytes,
                 timeout_s=self._timeout_s,
@@ -405,8 +409,7 @@ def start_roles(
     on few cores take minutes, and sharers need the memory in turn.
     """
     device = resolve_device(recipe)
-    samples = recipe.data.source == "student" or recipe.eval.num_heldout or recipe.eval.problems
-    wanted = ("student", "rollout", "teacher") if samples else ("student", "teacher")
+    wanted = ("student", "rollout", "teacher") if recipe.samples else ("student", "teacher")
     placement = Placement(recipe, device, wanted)
     start_s, phase_s = recipe.run.start_timeout_s, recipe.run.phase_timeout_s
     in_turn = device == "cpu" or recipe.placement.colocate != "none"
@@ -425,7 +428,7 @@ def start_roles(
         return handles
 
     rollouts = None
-    if samples:
+    if recipe.samples:
         say("starting the rollout workers")
         handles, refs = _spawn_rollouts(
             placement, recipe, device, recipe.student.model, num_real_ids, stop_token_ids
@@ -441,7 +444,7 @@ def start_roles(
             num_real_ids=num_real_ids,
             max_model_len=recipe.rollout.max_model_len + recipe.teacher.prefix_tokens + 1,
             threads=recipe.placement.threads,
-            shares_gpus=placement.shares("teacher"),
+            can_sleep=placement.shares("teacher"),
         )
         for h in handles
     ]
@@ -468,7 +471,13 @@ def start_roles(
         )
         for rank, h in enumerate(handles)
     ]
-    students = Students(started("student", handles, refs), teachers, phase_s)
+    route = SyncRoute(
+        device=device,
+        dtype=resolve_dtype(recipe.rollout.dtype, device),
+        tensor_parallel=recipe.rollout.tensor_parallel,
+        ipc=recipe.placement.colocate == "all",
+    )
+    students = Students(started("student", handles, refs), teachers, route, phase_s)
     for role, refs in waiting:
         gather(role, "start", refs, start_s)
     awake = {"student"} & sharers.keys()
@@ -516,7 +525,8 @@ def _spawn_rollouts(
             stop_token_ids=stop_token_ids,
             threads=recipe.placement.threads,
             max_model_len=recipe.max_model_len,
-            shares_gpus=placement.shares("rollout"),
+            can_sleep=placement.shares("rollout"),
+            ipc=recipe.placement.colocate == "all",
         )
         for h in handles
     ]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,20 @@ from rock_opd.types import (
     TeacherScores,
     TrainBatch,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncRoute:
+    """How weights reach the rollout workers."""
+
+    device: str
+    """cpu: buckets through Ray; cuda: vLLM's own transfer, GPU to GPU."""
+    dtype: str
+    """The rollout engines'."""
+    tensor_parallel: int
+    """GPUs of one rollout engine."""
+    ipc: bool
+    """Student ranks and rollout engines share GPUs."""
 
 
 def _pin_gpus(gpus: list[int] | None) -> None:
@@ -48,7 +63,8 @@ class RolloutWorker:
         stop_token_ids: tuple[int, ...],
         threads: int,
         max_model_len: int,
-        shares_gpus: bool,
+        can_sleep: bool,
+        ipc: bool,
     ) -> None:
         """Starts the engine; apart from the constructor, so that our errors come back as they
         are."""
@@ -64,8 +80,8 @@ class RolloutWorker:
             num_real_ids=num_real_ids,
             stop_token_ids=stop_token_ids,
             max_model_len=max_model_len,
-            can_sleep=shares_gpus,
-            transfer="ipc" if shares_gpus else "nccl",
+            can_sleep=can_sleep,
+            transfer="ipc" if ipc else "nccl",
         )
 
     def generate(
@@ -88,6 +104,18 @@ class RolloutWorker:
 
     def end_update(self, checksums: dict[str, int]) -> int:
         return self._engine.end_update(checksums)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._engine.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self._engine.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._engine.update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        self._engine.finish_weight_update()
 
     def sleep(self) -> None:
         self._engine.sleep()
@@ -112,7 +140,7 @@ class TeacherWorker:
         num_real_ids: int,
         max_model_len: int,
         threads: int,
-        shares_gpus: bool,
+        can_sleep: bool,
     ) -> None:
         """Starts the engine."""
         from rock_opd.engines.vllm_quirks import prepare_environment
@@ -125,7 +153,7 @@ class TeacherWorker:
             device=device,
             num_real_ids=num_real_ids,
             max_model_len=max_model_len,
-            can_sleep=shares_gpus,
+            can_sleep=can_sleep,
         )
 
     def score(self, rollouts: list[Rollout]) -> list[TeacherScores]:
@@ -153,6 +181,7 @@ class StudentWorker:
         _pin_gpus(gpus)
         self._rank = -1
         self._engine: Any = None
+        self._sender: Any = None
 
     def free_address(self) -> tuple[str, int]:
         """An address of this node and a port free on it, for the process group (asked of rank
@@ -226,35 +255,75 @@ class StudentWorker:
         return self._engine.measure(batches, _pull_rows(batches, teachers, timeout_s))
 
     def push_weights(
-        self, workers: list[Any], *, version: int, bucket_bytes: int, timeout_s: float
+        self,
+        workers: list[Any],
+        route: SyncRoute,
+        *,
+        version: int,
+        bucket_bytes: int,
+        timeout_s: float,
     ) -> list[int]:
         """Sends this version to every rollout worker; rank 0 returns the versions they now hold.
 
-        All ranks take part in gathering; only rank 0 sends, one bucket at a time, each put once.
+        All ranks take part in gathering; only rank 0 talks to the workers.
         """
+
+        def ask(what: str, refs: list[Any]) -> list[Any]:
+            return _answer(refs, f"{what} of v{version}", timeout_s)
+
+        if self._rank == 0:
+            ask("begin", [w.begin_update.remote(version) for w in workers])
+        if route.device == "cuda":
+            checksums = self._device_sender(workers, route, timeout_s).send()
+        else:
+            checksums = self._send_buckets(workers, bucket_bytes, ask)
+        if self._rank != 0:
+            return []
+        return ask("end", [w.end_update.remote(checksums) for w in workers])
+
+    def _send_buckets(
+        self, workers: list[Any], bucket_bytes: int, ask: Callable[[str, list[Any]], list[Any]]
+    ) -> dict[str, int]:
+        """Through Ray, a bucket at a time, each put once; returns the proof tensors' checksums."""
         import ray
 
         from rock_opd.engines.weight_sync import Checksums, to_wire
 
         checksums = Checksums()
-        if self._rank == 0:
-            _answer(
-                [w.begin_update.remote(version) for w in workers], f"begin v{version}", timeout_s
-            )
         for bucket in self._engine.weight_buckets(bucket_bytes):
-            if self._rank != 0:
-                continue
-            wire = to_wire(bucket)
-            checksums.update(wire)
-            ref = ray.put(wire)
-            _answer(
-                [w.load_bucket.remote(ref) for w in workers], f"bucket of v{version}", timeout_s
+            if self._rank == 0:
+                wire = to_wire(bucket)
+                checksums.update(wire)
+                ref = ray.put(wire)
+                ask("bucket", [w.load_bucket.remote(ref) for w in workers])
+        return checksums.chosen()
+
+    def _device_sender(self, workers: list[Any], route: SyncRoute, timeout_s: float) -> Any:
+        """vLLM's own transfer between GPUs, set up at the first sync."""
+        if self._sender is None:
+            from rock_opd.engines.weight_sync import DeviceSender
+
+            def call(method: str, args_per_engine: list[tuple[Any, ...]]) -> None:
+                refs = [
+                    getattr(w, method).remote(*args)
+                    for w, args in zip(workers, args_per_engine, strict=True)
+                ]
+                _answer(refs, method, timeout_s)
+
+            host, port = self.free_address()
+            self._sender = DeviceSender(
+                "ipc" if route.ipc else "nccl",
+                rank=self._rank,
+                params=self._engine.param_infos(),
+                gather=self._engine.gathered_weights,
+                dtype=route.dtype,
+                call=call,
+                master_addr=host,
+                master_port=port,
+                num_engines=len(workers),
+                tensor_parallel=route.tensor_parallel,
             )
-        if self._rank != 0:
-            return []
-        return _answer(
-            [w.end_update.remote(checksums.chosen()) for w in workers], f"end v{version}", timeout_s
-        )
+        return self._sender
 
     def save_hf(self, path: Path) -> None:
         self._engine.save_hf(path)

@@ -87,7 +87,13 @@ def test_a_cluster_too_small_is_said_at_once_with_a_table(tmp_path):
 
 
 def test_gpus_asked_of_a_cluster_without_any_are_named(tmp_path):
-    wanted = recipe(tmp_path, "run.device=cuda", "placement.colocate=all", "student.num_ranks=4")
+    wanted = recipe(
+        tmp_path,
+        "run.device=cuda",
+        "placement.colocate=all",
+        "student.num_ranks=4",
+        "rollout.num_workers=4",
+    )
     with pytest.raises(PlacementError, match="GPU asked 4, there 0"):
         Placement(wanted, "cuda", ("student", "rollout", "teacher"))
 
