@@ -21,6 +21,7 @@ from rock_opd.data import (
     load_token_list,
     render_chat,
 )
+from rock_opd.engines.vllm_quirks import CPU_KV_CACHE_BYTES
 from rock_opd.errors import RockOPDError
 from rock_opd.models import (
     ModelFacts,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 Level = Literal["ok", "info", "warn", "fail"]
 BYTES = {"float32": 4, "bfloat16": 2}
-CPU_KV_CACHE_BYTES = 256 << 20
 SAMPLED_BYTES = 12
 """Per position: id and two log-probabilities."""
 
