@@ -205,9 +205,9 @@ def test_a_teacher_that_cannot_park_a_step_is_told(recipe):
 @pytest.mark.parametrize(
     "colocate, text",
     [
-        ("none", "14 GPUs (student 4, rollout 2, teacher 8)"),
-        ("teacher_rollout", "12 GPUs (student 4, rollout 2 shared, teacher 8 shared)"),
-        ("all", "8 GPUs (student 4 shared, rollout 2 shared, teacher 8 shared)"),
+        ("none", "12 GPUs (student 2, rollout 2, teacher 8)"),
+        ("teacher_rollout", "10 GPUs (student 2, rollout 2 shared, teacher 8 shared)"),
+        ("all", "8 GPUs (student 2 shared, rollout 2 shared, teacher 8 shared)"),
     ],
 )
 def test_gpus_are_counted_by_role_and_once_where_shared(recipe, colocate, text):
@@ -215,7 +215,7 @@ def test_gpus_are_counted_by_role_and_once_where_shared(recipe, colocate, text):
         recipe(
             "run.device=cuda",
             f"placement.colocate={colocate}",
-            "student.num_ranks=4",
+            "student.num_ranks=2",
             "rollout.num_workers=2",
             "teacher.num_replicas=2",
             "teacher.tensor_parallel=4",
