@@ -14,7 +14,6 @@ from rock_opd.config import RolloutConfig
 from rock_opd.engines.vllm_quirks import prepare_environment as prepare_environment
 from rock_opd.engines.vllm_quirks import start_llm, text_config
 from rock_opd.engines.weight_sync import (
-    Backend,
     Bucket,
     Checksums,
     compare,
@@ -49,7 +48,7 @@ class RolloutEngine:
         stop_token_ids: tuple[int, ...],
         max_model_len: int | None = None,
         can_sleep: bool = False,
-        transfer: Backend = "nccl",
+        transfer: str | None = None,
     ) -> None:
         """
         Args:
@@ -60,7 +59,8 @@ class RolloutEngine:
             stop_token_ids: end a response, and are its last token; nothing else does.
             max_model_len: longest sequence in tokens; None: ``cfg.max_model_len``.
             can_sleep: CUDA only: reserve what ``sleep`` needs.
-            transfer: CUDA only: how vLLM's weight-transfer engine receives (see ``weight_sync``).
+            transfer: backend of vLLM's weight-transfer engine for the device path (nccl or ipc, see
+                ``weight_sync``); None: weights come in buckets only.
 
         Raises:
             ConfigError, ModelError: what ``start_llm`` raises; a stop token that does not exist.
@@ -72,7 +72,7 @@ class RolloutEngine:
         if text_config(model).vocab_size > num_real_ids:
             more["logits_processors"] = ["rock_opd.engines.vllm_worker:RealIdsOnly"]
             more["additional_config"] = {"rock_opd_num_real_ids": num_real_ids}
-        if device == "cuda":
+        if transfer is not None:
             more["weight_transfer_config"] = {"backend": transfer}
         self._llm = start_llm(
             model,

@@ -244,8 +244,8 @@ class TeacherEngine:
         unknown = [r.key for r in requests if r.key not in self._parked]
         if unknown:
             raise DataError(
-                f"teacher: no rows of rollout '{unknown[0]}': it was not scored by this replica, or "
-                "has been fetched or cleared since; score it again first"
+                f"teacher: no rows of rollout '{unknown[0]}': it was not scored by this replica, "
+                "or has been fetched or cleared since; score it again first"
             )
         taken = {key: self._parked.take(key) for key in dict.fromkeys(r.key for r in requests)}
         lost = [prefill for prefill, rows in taken.values() if rows is None]
