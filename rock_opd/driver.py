@@ -80,11 +80,15 @@ class CoordinatorActor:
         self._stop = threading.Event()
         self._progress = Progress()
 
-    def run(self, recipe: Recipe) -> dict[str, Any]:
-        """The whole run; returns its summary."""
+    def run(self, recipe: Recipe, inputs: Inputs | None) -> dict[str, Any]:
+        """The whole run; returns its summary.
+
+        Args:
+            inputs: what the driver has read already; None: read it here.
+        """
         from rock_opd.actors.groups import resolve_device, start_roles
 
-        inputs = load_inputs(recipe)
+        inputs = inputs or load_inputs(recipe)
         for line in skipped_lines(inputs.prompts):
             self._progress.say(line)
         dtype = resolve_dtype(recipe.student.dtype, resolve_device(recipe))
@@ -129,11 +133,16 @@ def grade_in_task(answers: list[str], golds: list[str]) -> list[bool]:
     return ray.get(ray.remote(grade).options(num_cpus=0).remote(answers, golds), timeout=600)
 
 
+def cluster_address(address: str | None) -> str | None:
+    """The cluster to join: ``address``, or RAY_ADDRESS; None: start one on this machine."""
+    return address or os.environ.get("RAY_ADDRESS") or None
+
+
 def connect(address: str | None) -> None:
-    """Joins the cluster at ``address`` (or RAY_ADDRESS), or starts one on this machine."""
+    """Joins the cluster at ``cluster_address(address)``, or starts one on this machine."""
     import ray
 
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = cluster_address(address)
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     if address:
         try:
@@ -163,6 +172,9 @@ def train(
     """
     import ray
 
+    # With a cluster of our own the files are here: a wrong one is said before Ray starts.
+    here = cluster_address(address) is None
+    inputs = load_inputs(recipe) if here else None
     connect(address)
     asked = threading.Event()
     twice = threading.Event()
@@ -172,7 +184,7 @@ def train(
 
     previous = {s: signal.signal(s, interrupted) for s in (signal.SIGINT, signal.SIGTERM)}
     actor = ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=4).remote()
-    done = actor.run.remote(recipe)
+    done = actor.run.remote(recipe, inputs)
     told, seen = False, 0
     try:
         while True:

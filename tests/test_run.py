@@ -203,8 +203,8 @@ def test_stage_one_and_two_chain(tiny_models, folder):
             str(answers),
         ]
     )
-    assert "24 answers" in done.stdout
-    row = json.loads(answers.read_text().splitlines()[0])
+    assert "48 answers" in done.stdout
+    row = json.loads(answers.read_text().splitlines()[0])  # 24 prompts, two answers each
     assert row["response_ids"] and row["finish_reason"] in ("stop", "length")
     finish(
         command(
@@ -250,7 +250,7 @@ def test_stage_one_and_two_chain(tiny_models, folder):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.prompts=nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["data.prompts=nowhere.jsonl"], "nowhere.jsonl: no such prompt file"),
         (["teacher.model=no/such/model/here"], "no such folder"),
         (["policy.name=list", "policy.ids_file={list}"], "outside the vocabulary of 1024"),
         (["teacher.model={other}"], "tokenizer"),
