@@ -15,8 +15,8 @@ Every quirk of DeepSpeed (read and measured in 0.19.8) ends here:
   every group.
 
 It refuses to train on a model whose logits are not head times hidden state, on weights that were
-not in the checkpoint, and to go on from a state of another shape. CPU (gloo) and GPU (NCCL) take the
-same path.
+not in the checkpoint, and to go on from a state of another shape. CPU (gloo) and GPU (NCCL) take
+the same path.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch import Tensor
 from rock_opd.config import LossConfig, OptimConfig, StudentConfig
 from rock_opd.core.schedule import learning_rate
 from rock_opd.engines.student_module import LossRows, StudentModule, loss_rows, probe_error
+from rock_opd.engines.weight_sync import ParamInfo
 from rock_opd.errors import DataError, ModelError, NumericsError
 from rock_opd.models import load_config, model_folder
 from rock_opd.types import StepResult, TeacherRows, TrainBatch
@@ -242,6 +243,8 @@ class StudentEngine:
                 "stage": self._stage,
                 "overlap_comm": on_cuda and self._stage == 3,
                 "reduce_bucket_size": min(num_elements, 500_000_000),
+                # Smaller tensors stay whole on every rank; of a small model, few are.
+                "stage3_param_persistence_threshold": min(num_elements // 1000, 100_000),
             },
         }
         if self._dtype == torch.bfloat16:
@@ -473,8 +476,33 @@ class StudentEngine:
         that transformers fuses comes as its parts); a tied weight comes once. Tensors may be the
         weights themselves: use them before asking for the next bucket, and do not write to them.
         """
-        import deepspeed
         from transformers.core_model_loading import revert_weight_conversion
+
+        for full in self._gathered(max_bytes):
+            # transformers keeps some weights in another form than checkpoints (fused experts).
+            yield (
+                list(revert_weight_conversion(self._hf_model, full).items())
+                if self._rank == 0
+                else []
+            )
+
+    def param_infos(self) -> list[ParamInfo]:
+        """Name and full shape of every tensor of ``gathered_weights``, in its order; no gather."""
+        return [
+            ParamInfo(name=name, shape=tuple(getattr(tensor, "ds_shape", tensor.shape)))
+            for name, tensor in self._named_tensors().items()
+        ]
+
+    def gathered_weights(self, max_bytes: int = SHARD_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors on EVERY rank's device, under transformers' own names (experts fused), for
+        hand-over on the GPU itself. Collective; each tensor is valid until the next is asked for.
+        """
+        for full in self._gathered(max_bytes):
+            yield from full.items()
+
+    def _gathered(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Full tensors by name, bucket by bucket, on every rank."""
+        import deepspeed
 
         named = self._named_tensors()
         for names in self._plan(max_bytes):
@@ -485,12 +513,7 @@ class StudentEngine:
                 else nullcontext()
             )
             with gathered:
-                if self._rank != 0:
-                    yield []
-                    continue
-                # transformers keeps some weights in another form than checkpoints (fused experts).
-                full = {name: tensor.detach() for name, tensor in tensors.items()}
-                yield list(revert_weight_conversion(self._hf_model, full).items())
+                yield {name: tensor.detach() for name, tensor in tensors.items()}
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """Parameters (a shared one once) and the buffers that belong to a checkpoint."""

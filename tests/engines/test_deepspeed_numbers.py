@@ -574,6 +574,29 @@ def test_bf16_stays_within_its_bound_of_float64_at_every_stage(
         assert gap.mean() < 0.05 and gap.max() < 0.3
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_gradients_of_many_micro_batches_add_up_without_rounding(
+    tiny_models, sequences, teacher_head, stage
+):
+    group = ranks(2)
+    group.call(
+        "build",
+        str(tiny_models / "student"),
+        dtype="bfloat16",
+        zero_stage=stage,
+        teacher_head=teacher_head,
+        num_real_ids=NUM_REAL_IDS,
+        **STILL,
+    )
+    one = pack(sequences[:2], teacher_head)
+    step(group, [[one], [nothing(one)]], total_weight=8.0)
+    expected = group.call("first_moments")[0]
+    # 64 times the same gradient, each a 64th: exact in float32, far off where bf16 adds up.
+    step(group, [[one] * 32, [one] * 32], total_weight=8.0 * 64)
+    for found in group.call("first_moments"):
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
 def test_a_head_narrower_than_the_shared_width_is_refused(tiny_models, teacher_head):
     with pytest.raises(RankFailure) as failure:
         ranks(1).call("build", str(tiny_models / "student"), num_real_ids=1025)
