@@ -59,8 +59,9 @@ class RolloutEngine:
             stop_token_ids: end a response, and are its last token; nothing else does.
             max_model_len: longest sequence in tokens; None: ``cfg.max_model_len``.
             can_sleep: CUDA only: reserve what ``sleep`` needs.
-            transfer: backend of vLLM's weight-transfer engine for the device path (nccl or ipc, see
-                ``weight_sync``); None: weights come in buckets only.
+            transfer: backend of vLLM's weight-transfer engine for the device path (see
+                ``weight_sync``); None: weights come in buckets only. nccl and ipc need CUDA and
+                are left out on CPU.
 
         Raises:
             ConfigError, ModelError: what ``start_llm`` raises; a stop token that does not exist.
@@ -72,7 +73,7 @@ class RolloutEngine:
         if text_config(model).vocab_size > num_real_ids:
             more["logits_processors"] = ["rock_opd.engines.vllm_worker:RealIdsOnly"]
             more["additional_config"] = {"rock_opd_num_real_ids": num_real_ids}
-        if transfer is not None:
+        if transfer is not None and (device == "cuda" or transfer not in ("nccl", "ipc")):
             more["weight_transfer_config"] = {"backend": transfer}
         self._llm = start_llm(
             model,
@@ -115,8 +116,8 @@ class RolloutEngine:
         Args:
             temperature: 0 is greedy. The log-probabilities returned are those of temperature 1 over
                 the model's full width, whatever the temperature.
-            max_new_tokens: length limit; where prompt and limit exceed the engine's length
-                (``RolloutConfig.max_model_len``), what room the prompt leaves is the limit.
+            max_new_tokens: length limit; where prompt and limit exceed the engine's
+                ``max_model_len``, what room the prompt leaves is the limit.
 
         Returns:
             Finish reason "stop": the last token is one of ``stop_token_ids``, as sampled. "length":

@@ -1,6 +1,6 @@
 """What runs inside vLLM's worker process. Only vLLM imports this module, by name.
 
-Written against vLLM 0.31 and 0.32. It repairs two faults of their layer-wise reload on CPU: the
+Written against vLLM 0.31. It repairs two faults of the layer-wise reload on CPU (0.31, 0.32): the
 packed copies of a tied head and of MoE experts keep the old weights. Each repair can go once a
 reload without it passes ``tests/engines/test_vllm_rollout.py``.
 """
