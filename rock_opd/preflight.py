@@ -197,7 +197,8 @@ def _check_parts(report: CheckReport, recipe: Recipe) -> None:
         ):
             if width > 1:
                 report.add("fail", f"{role}.tensor_parallel={width} needs GPUs, run.device is cpu")
-    if recipe.run_dir.joinpath("config.yaml").exists() and not recipe.resume:
+    taken = recipe.run_dir.joinpath("config.yaml").exists() and not recipe.resume
+    if taken and recipe.run.on_existing == "fail":
         report.add(
             "warn",
             f"{recipe.run_dir} already holds a run: train will refuse; resume=true goes on with "
