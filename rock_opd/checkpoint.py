@@ -104,8 +104,7 @@ def unpack_state(
         if then != now:
             raise DataError(
                 f"resume from {where}: {name} was {then}, is {now}; a run goes on with the "
-                f"prompts, models "
-                " and seed it began with"
+                "prompts, models and seed it began with"
             )
 
     values = {**arrays, **numbers["scalars"]}
@@ -182,8 +181,7 @@ def load_checkpoint(run_dir: Path) -> tuple[int, Path, dict[str, Any], dict[str,
     if not found:
         raise DataError(
             f"resume: no whole checkpoint under {run_dir / 'checkpoints'}; start without "
-            f"resume=true, "
-            "or set checkpoint.every so that there will be one"
+            "resume=true, or set checkpoint.every so that there will be one"
         )
     step, path = found[-1]
     written = json.loads((path / "complete.json").read_text())["format"]

@@ -354,8 +354,7 @@ class PolicyConfig:
         if (self.name == "list") != (self.ids_file is not None):
             raise ConfigError(
                 f"policy.ids_file goes with policy.name=list and only with it, got name "
-                f"'{self.name}' "
-                f"and ids_file {self.ids_file!r}"
+                f"'{self.name}' and ids_file {self.ids_file!r}"
             )
         _within("policy.lam", self.lam, 0.0, 1.0)
         _at_least("policy.top_k", self.top_k, 1)
@@ -498,15 +497,14 @@ class Recipe:
         if sampled and (self.rollout.temperature != 1.0 or self.rollout.top_p != 1.0):
             raise ConfigError(
                 "loss.divergence policy_gradient is biased unless rollout.temperature=1 and "
-                "rollout.top_p=1, got "
-                f"{self.rollout.temperature:g} and {self.rollout.top_p:g}; train on reverse_kl "
-                f"instead"
+                f"rollout.top_p=1, got {self.rollout.temperature:g} and {self.rollout.top_p:g}; "
+                "train on reverse_kl instead"
             )
         if not sampled and self.teacher.payload == "sampled":
             raise ConfigError(
                 f"loss.divergence {self.loss.divergence} needs teacher.payload hidden or "
-                f"topk_tail, got 'sampled': "
-                "back-propagating the sampled log-ratio drops the teacher from the gradient"
+                "topk_tail, got 'sampled': back-propagating the sampled log-ratio drops the "
+                "teacher from the gradient"
             )
         rollout_gpus = self.rollout.num_workers * self.rollout.tensor_parallel
         shared = self.placement.colocate == "all" and self.samples
@@ -525,9 +523,8 @@ class Recipe:
         ):
             raise ConfigError(
                 f"eval.num_heldout={self.eval.num_heldout} needs eval.heldout_prompts or "
-                f"data.skip of at least as "
-                f"many rows, got data.skip={self.data.skip}: held-out prompts must not be trained "
-                f"on"
+                f"data.skip of at least as many rows, got data.skip={self.data.skip}: held-out "
+                "prompts must not be trained on"
             )
 
     @property
