@@ -160,7 +160,7 @@ class StudentEngine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
-            # Its shared-memory all-reduce is compiled with g++ for up to 100 s at the first start.
+            # Else DeepSpeed 0.19.8 compiles a shared-memory all-reduce with g++, for up to 100 s.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             "nccl" if self._device.type == "cuda" else "gloo",
@@ -170,7 +170,11 @@ class StudentEngine:
         )
 
     def _limit_groups(self, timeout_s: float) -> None:
-        """torch gives groups opened without a limit its own default, and DeepSpeed gives none."""
+        """Every group of the process, not only the first, gets the limit.
+
+        DeepSpeed 0.19.8 opens its data-parallel group without one, and torch 2.13 then takes its
+        own default of 30 minutes. Can go when ``deepspeed.utils.groups`` passes a limit on.
+        """
         from torch.distributed import distributed_c10d
 
         for group in distributed_c10d._world.pg_map:

@@ -40,13 +40,13 @@ class RankFailure(Exception):
 class Ranks:
     """A process group of student ranks."""
 
-    def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, world_size: int, *, timeout_s: float = 60.0, device: str = "cpu") -> None:
         port = free_port()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         self.world_size, self.processes, self.connections = world_size, [], []
         for rank in range(world_size):
             with Listener(("127.0.0.1", 0), authkey=b"ranks") as listener:
-                arguments = [listener.address[1], rank, world_size, port, timeout_s]
+                arguments = [listener.address[1], rank, world_size, port, timeout_s, device]
                 self.processes.append(
                     subprocess.Popen([sys.executable, __file__, *map(str, arguments)], env=env)
                 )
@@ -78,8 +78,8 @@ class Ranks:
 
 
 @cache
-def ranks(world_size: int) -> Ranks:
-    group = Ranks(world_size)
+def ranks(world_size: int, device: str = "cpu") -> Ranks:
+    group = Ranks(world_size, device=device)
     atexit.register(group.close)
     return group
 
@@ -87,14 +87,16 @@ def ranks(world_size: int) -> Ranks:
 class Rank:
     """What a rank can be asked to do: mostly, to call its engine."""
 
-    def __init__(self, rank: int, world_size: int, port: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, port: int, timeout_s: float, device: str
+    ) -> None:
         self._place = {
             "rank": rank,
             "world_size": world_size,
             "local_rank": 0,
             "master_addr": "127.0.0.1",
             "master_port": port,
-            "device": "cpu",
+            "device": device,
             "timeout_s": timeout_s,
         }
         self.engine: Any = None
@@ -149,7 +151,7 @@ class Rank:
     def weights(self, max_bytes: int = 1 << 30) -> list[dict]:
         """The buckets, as given out."""
         return [
-            {name: tensor.clone() for name, tensor in bucket}
+            {name: tensor.cpu().clone() for name, tensor in bucket}
             for bucket in self.engine.weight_buckets(max_bytes)
         ]
 
@@ -165,7 +167,7 @@ class Rank:
             else:
                 moment = safe_get_full_optimizer_state(parameter, "exp_avg")
             out[name] = (
-                moment.detach().clone().reshape(getattr(parameter, "ds_shape", moment.shape))
+                moment.detach().cpu().clone().reshape(getattr(parameter, "ds_shape", moment.shape))
             )
         return out
 
@@ -192,7 +194,7 @@ class Rank:
 
 def main() -> None:
     address, rank, world_size, port = (int(x) for x in sys.argv[1:5])
-    served = Rank(rank, world_size, port, float(sys.argv[5]))
+    served = Rank(rank, world_size, port, float(sys.argv[5]), sys.argv[6])
     with Client(("127.0.0.1", address), authkey=b"ranks") as connection:
         while True:
             try:

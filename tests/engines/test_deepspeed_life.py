@@ -174,6 +174,70 @@ def test_saved_folder_loads_in_transformers_with_the_trained_weights(tiny_models
     assert_same(weights(group), given_out)
 
 
+@pytest.mark.parametrize("model", ["student", "teacher"])
+def test_vllm_samples_from_the_trained_weights_synced_or_saved(
+    tiny_models, tmp_path, start_engine, model
+):
+    from rock_opd.config import RolloutConfig
+    from rock_opd.engines.weight_sync import Checksums, to_wire
+    from rock_opd.types import Prompt, SampleRequest
+
+    group = ranks(2)
+    build(group, tiny_models / model, zero_stage=3, lr=5e-3)
+
+    def start(folder):
+        return start_engine(
+            "rock_opd.engines.vllm_rollout:RolloutEngine",
+            RolloutConfig(max_prompt_tokens=32, max_new_tokens=32),
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            num_real_ids=1024,
+            stop_token_ids=(2,),
+        )
+
+    prompt = Prompt(prompt_id="p", token_ids=np.arange(5, 25, dtype=np.int32))
+    requests = [SampleRequest(prompt=prompt, sample_idx=i, seed=i) for i in range(4)]
+
+    def gap(engine) -> float:
+        """Largest difference between the sampler's and the trainer's log-probabilities."""
+        rollouts = engine.call("generate", requests, temperature=1.0, top_p=1.0, max_new_tokens=24)
+        starts = np.cumsum([0] + [len(r.token_ids) for r in rollouts[:-1]])
+        at = [r.positions + start for r, start in zip(rollouts, starts, strict=True)]
+        num = sum(len(a) for a in at)
+        batch = TrainBatch(
+            token_ids=np.concatenate([r.token_ids for r in rollouts]),
+            position_ids=np.concatenate([np.arange(len(r.token_ids)) for r in rollouts]),
+            predicted=np.concatenate(at),
+            weight=np.ones(num, np.float32),
+            index=np.arange(num),
+            requests=(),
+        )
+        rows = TeacherRows(kind="sampled", logprobs=np.zeros(num, np.float32))
+        measured = group.call("measure", [batch], [rows])[0].logprobs
+        return float(
+            np.abs(measured - np.concatenate([r.logprobs[r.positions] for r in rollouts])).max()
+        )
+
+    engine = start(tiny_models / model)
+    assert gap(engine) < 1e-4
+    train(group, [1, 2])
+    assert gap(engine) > 1e-2  # the old weights are seen to be old
+
+    checksums = Checksums()
+    engine.call("begin_update", 2)
+    for bucket in group.call("weights", 40_000)[0]:
+        wire = to_wire(list(bucket.items()))
+        checksums.update(wire)
+        engine.call("load_bucket", wire)
+    assert engine.call("end_update", checksums.chosen()) == 2
+    assert gap(engine) < 1e-4
+    engine.stop()
+
+    group.call("save_hf", str(tmp_path))
+    assert gap(start(tmp_path)) < 1e-4
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_buckets_are_cut_by_full_shape_and_come_from_rank_0_only(tiny_models, stage):
     group = ranks(2)

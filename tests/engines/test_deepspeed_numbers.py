@@ -542,36 +542,64 @@ def test_ranks_that_disagree_and_malformed_batches_are_refused_on_every_rank(
     step(still_pair, [[good], [good]], total_weight=5.0)
 
 
-def test_bf16_stays_within_its_bound_of_float64_at_every_stage(
-    tiny_models, sequences, teacher_head
+def assert_bf16_bounds(group, path, sequences, head, split, **settings) -> None:
+    """The stated bounds. Measured on CPU: loss 3e-4, gradients 0.018 of the largest one,
+    log-probabilities 0.025 nats on average and 0.13 at most."""
+    loss, grads, _, logprobs = reference(path, sequences, head, total_weight=20.0)
+    group.call(
+        "build",
+        path,
+        dtype="bfloat16",
+        teacher_head=head,
+        num_real_ids=NUM_REAL_IDS,
+        **settings,
+        **STILL,
+    )
+    assert group.call("buffer_dtypes")[0] == {torch.float32}  # rotary frequencies
+    per_rank = [[pack([sequences[i] for i in lot], head) for lot in lots] for lots in split]
+    results = step(group, per_rank, total_weight=20.0)
+    assert sum(r.loss for r in results) == pytest.approx(loss, rel=0.01)
+    assert results[0].grad_norm == pytest.approx(norm(grads), rel=0.02)
+    for moments in group.call("first_moments"):
+        assert_gradients(moments, grads, tolerance=0.05)
+    order = [i for lots in split for lot in lots for i in lot]
+    offsets = np.cumsum([0] + [len(s.weight) for s in sequences])
+    at = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in order])
+    gap = np.abs(np.concatenate([r.logprobs for r in results]) - logprobs[at])
+    assert gap.mean() < 0.05 and gap.max() < 0.3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_stays_within_its_bounds_of_float64(tiny_models, sequences, teacher_head, stage):
+    path = str(tiny_models / "student")
+    assert_bf16_bounds(ranks(2), path, sequences, teacher_head, SPLITS[2][1], zero_stage=stage)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_packed_step_on_a_gpu_stays_within_the_bf16_bounds(
+    tiny_models, sequences, teacher_head, stage, attention
 ):
-    path, group = str(tiny_models / "student"), ranks(2)
-    loss, grads, _, logprobs = reference(path, sequences, teacher_head, total_weight=20.0)
-    for stage in (0, 1, 2, 3):
-        group.call(
-            "build",
-            path,
-            dtype="bfloat16",
-            zero_stage=stage,
-            teacher_head=teacher_head,
-            num_real_ids=NUM_REAL_IDS,
-            **STILL,
-        )
-        assert group.call("buffer_dtypes")[0] == {torch.float32}  # rotary frequencies
-        per_rank = [
-            [pack([sequences[i] for i in lot], teacher_head) for lot in lots]
-            for lots in SPLITS[2][1]
-        ]
-        results = step(group, per_rank, total_weight=20.0)
-        assert sum(r.loss for r in results) == pytest.approx(loss, rel=0.03)
-        assert results[0].grad_norm == pytest.approx(norm(grads), rel=0.05)
-        for moments in group.call("first_moments"):
-            assert_gradients(moments, grads, tolerance=0.08)
-        order = [i for lots in SPLITS[2][1] for lot in lots for i in lot]
-        offsets = np.cumsum([0] + [len(s.weight) for s in sequences])
-        at = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in order])
-        gap = np.abs(np.concatenate([r.logprobs for r in results]) - logprobs[at])
-        assert gap.mean() < 0.05 and gap.max() < 0.3
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    group = ranks(1, "cuda")
+    assert_bf16_bounds(
+        group,
+        str(tiny_models / "student"),
+        sequences,
+        teacher_head,
+        SPLITS[1][1],
+        zero_stage=stage,
+        attn_implementation=attention,
+    )
+    if stage > 1:
+        batch, rows = pack(sequences, teacher_head)
+        before = group.call("measure", [batch], [rows])[0]
+        group.call("leave_and_come_back")
+        after = group.call("measure", [batch], [rows])[0]
+        np.testing.assert_array_equal(before.kl, after.kl)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
