@@ -155,6 +155,11 @@ class Rank:
             for bucket in self.engine.weight_buckets(max_bytes)
         ]
 
+    def gathered(self, max_bytes: int) -> tuple[dict, list]:
+        """What this rank can hand over on its own device, and the list that announces it."""
+        given = self.engine.gathered_weights(max_bytes)
+        return {name: tensor.cpu().clone() for name, tensor in given}, self.engine.param_infos()
+
     def first_moments(self) -> dict:
         """Adam's first moment of every parameter: with beta 0, the gradient of the last step."""
         from deepspeed.utils import safe_get_full_optimizer_state

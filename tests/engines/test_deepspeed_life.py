@@ -254,6 +254,21 @@ def test_buckets_are_cut_by_full_shape_and_come_from_rank_0_only(tiny_models, st
     assert whole["model.embed_tokens.weight"].shape == (1024, 64)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_rank_can_hand_over_the_announced_full_tensors(tiny_models, stage):
+    from transformers import AutoModelForCausalLM
+
+    group = ranks(2)
+    build(group, tiny_models / "teacher", zero_stage=stage)
+    model = AutoModelForCausalLM.from_pretrained(tiny_models / "teacher", dtype=torch.float32)
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for found, announced in group.call("gathered", 100_000):
+        assert_same(found, own)
+        assert [(p.name, p.shape) for p in announced] == [
+            (n, tuple(t.shape)) for n, t in own.items()
+        ]
+
+
 def test_a_model_in_several_shards_loads_in_transformers(tiny_models, tmp_path):
     from transformers import AutoModelForCausalLM
 
