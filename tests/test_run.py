@@ -193,6 +193,24 @@ def test_two_of_everything_gives_the_same_numbers(reference, tiny_models, folder
             assert a[name] == pytest.approx(b[name], rel=2e-4), (name, a["step"])
 
 
+def test_a_teacher_equal_to_the_student_has_nothing_to_teach(tiny_models, folder):
+    """Through the whole loop: packed, by way of vLLM's hidden states, in float32."""
+    finish(
+        command(
+            tiny_models,
+            folder,
+            "equal",
+            f"teacher.model={tiny_models / 'student'}",
+            "run.num_steps=1",
+            "eval.problems=null",
+        )
+    )
+    (row,) = metrics(folder / "equal")
+    assert 0 <= row["train/kl_mean"] <= 1e-5 and row["rollout/num_tokens"] > 100
+    before = json.loads((folder / "equal" / "summary.json").read_text())["heldout_kl_before"]
+    assert 0 <= before <= 1e-5
+
+
 def test_stage_one_and_two_chain(tiny_models, folder):
     """The teacher answers, the student learns from the answers, then goes on on-policy."""
     answers = folder / "answers.jsonl"
@@ -291,3 +309,14 @@ def test_numbers_of_the_summary_are_those_of_the_metrics(reference):
     rows = metrics(reference)
     assert summary["num_tokens"] == sum(row["rollout/num_tokens"] for row in rows)
     np.testing.assert_allclose(summary["frozen_share"], [row["freeze/token_share"] for row in rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_the_one_gpu_recipe_runs_three_steps(folder):
+    """Fetches the two models from the hub (or its cache); every role takes turns on one GPU."""
+    args = [sys.executable, "-m", "rock_opd", "train", str(ROOT / "recipes" / "qwen3_1gpu.yaml")]
+    finish([*args, f"run.dir={folder}", "run.stop_after=3", "rollout.max_new_tokens=256"])
+    rows = metrics(folder / "qwen3_1gpu")
+    assert len(rows) == 3
+    assert all(row["sync/logprob_gap_mean"] < 0.1 for row in rows)
