@@ -4,6 +4,7 @@ more."""
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from rock_opd.errors import (
 )
 
 if TYPE_CHECKING:
+    from rock_opd.config import Recipe
     from rock_opd.coordinator import Progress, StepLine
 
 EXIT_INTERRUPTED = 130
@@ -50,23 +52,33 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
     cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()))
     click.echo(f"run folder: {cfg.run_dir}", err=True)
     others = [o for o in overrides if o != "resume=true" and not o.startswith("run.name=")]
-    resume = " ".join(
-        ["rock-opd train", str(recipe), *others, f"run.name={cfg.run.name}", "resume=true"]
+    resume = shlex.join(
+        ["rock-opd", "train", str(recipe), *others, f"run.name={cfg.run.name}", "resume=true"]
     )
     with _Display() as display:
         try:
             summary = run(cfg, address=address, show=display)
         except KeyboardInterrupt:
-            click.echo(
-                f"\nabandoned. From the last checkpoint, if there is one: {resume}", err=True
-            )
+            click.echo("\nabandoned", err=True)
+            _tell_resume(cfg, resume)
             sys.exit(EXIT_INTERRUPTED)
+        except RockOPDError:
+            _tell_resume(cfg, resume)
+            raise
     if not summary["finished"]:
         click.echo(f"\nstopped after step {summary['num_steps']}, saved. To go on: {resume}")
         sys.exit(0 if summary["num_steps"] == cfg.run.stop_after else EXIT_INTERRUPTED)
     from rock_opd.report import show_summary
 
     show_summary(summary, cfg.run_dir)
+
+
+def _tell_resume(cfg: Recipe, command: str) -> None:
+    """After a run that broke off: how to go on, where there is something to go on from."""
+    from rock_opd.checkpoint import list_checkpoints
+
+    if saved := list_checkpoints(cfg.run_dir):
+        click.echo(f"step {saved[-1][0]} is saved. To go on from it: {command}", err=True)
 
 
 @cli.command()

@@ -149,10 +149,10 @@ class Coordinator:
         """
         resumed = self._resume() if self.recipe.resume else None
         self.log = RunLog(self.recipe, resume_step=resumed)
-        if resumed is None:
-            self._measure_heldout_before()
-        else:
+        if resumed is not None:
             self.log.event("resume", self.state.step, num_updates=self.state.num_updates)
+        if self.state.step == 0 and not self.state.heldout and not self.stop.is_set():
+            self._measure_heldout_before()
         started, first = time.monotonic(), self.state.step
         last = min(self.num_steps, self.recipe.run.stop_after or self.num_steps)
         while self.state.step < last and not self.stop.is_set():

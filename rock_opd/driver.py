@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator, Inputs, Progress
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, load_token_list
@@ -276,12 +277,17 @@ def settle_run_dir(recipe: Recipe) -> Recipe:
         raise ConfigError(
             f"resume=true, but {recipe.run_dir} holds no run; leave it out to start one"
         )
+    if recipe.resume and not list_checkpoints(recipe.run_dir):
+        raise ConfigError(
+            f"resume=true, but the run in {recipe.run_dir} saved no whole checkpoint; remove the "
+            "folder or choose another run.name to start over"
+        )
     if recipe.resume or not begun:
         return recipe
     if recipe.run.on_existing == "fail":
+        way = "go on with resume=true" if list_checkpoints(recipe.run_dir) else "remove the folder"
         raise ConfigError(
-            f"{recipe.run_dir} already holds a run: go on with resume=true, or choose another "
-            f"run.name"
+            f"{recipe.run_dir} already holds a run: {way}, or choose another run.name"
         )
     number = 2
     while (recipe.run_dir.with_name(f"{recipe.run.name}-{number}") / "config.yaml").exists():

@@ -77,7 +77,10 @@ def test_a_second_run_of_the_same_name_does_not_overwrite_the_first(tmp_path):
     (tmp_path / "runs" / "t").mkdir(parents=True)
     (tmp_path / "runs" / "t" / "config.yaml").write_text("")
     done = run("train", "r.yaml", cwd=tmp_path)
-    assert done.returncode == 2 and "already holds a run" in done.stderr
+    assert done.returncode == 2 and "already holds a run: remove the folder" in done.stderr
+    # It never saved anything, so going on is no way out either, and the message says what is.
+    done = run("train", "r.yaml", "resume=true", cwd=tmp_path)
+    assert done.returncode == 2 and "remove the folder" in done.stderr
 
 
 def test_a_recipe_may_ask_for_the_next_free_name(tmp_path):
