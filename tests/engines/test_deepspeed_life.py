@@ -19,8 +19,6 @@ from rock_opd.types import TeacherRows, TrainBatch
 sys.path.insert(0, str(Path(__file__).parent))
 from deepspeed_ranks import RankFailure, Ranks, ranks
 
-pytestmark = pytest.mark.slow
-
 TRAINS = {
     "lr": 1e-3,
     "min_lr": 1e-4,

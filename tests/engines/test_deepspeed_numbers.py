@@ -21,8 +21,6 @@ from rock_opd.types import TeacherRows, TrainBatch
 sys.path.insert(0, str(Path(__file__).parent))
 from deepspeed_ranks import RankFailure, ranks
 
-pytestmark = pytest.mark.slow
-
 NUM_REAL_IDS = 1000
 STILL = {"lr": 1e-30, "min_lr": 0.0, "betas": (0.0, 0.98), "max_grad_norm": 0.0}
 LENGTHS = (9, 14, 6, 11, 20, 8)

@@ -15,8 +15,6 @@ from rock_opd.engines.weight_sync import Bucket, Checksums, to_wire
 from rock_opd.errors import ConfigError, DataError, ModelError, SyncError
 from rock_opd.types import Prompt, Rollout, SampleRequest
 
-pytestmark = pytest.mark.slow
-
 NUM_REAL_IDS, EOS = 1024, 2
 OTHER_STOP = 100
 """Ends responses of the untied model instead of its own EOS."""

@@ -130,7 +130,6 @@ def engines(start_engine: Callable, tiny_models: Path) -> Callable:
     return get
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hidden", "topk_tail", "prompt_logprobs"])
 def test_scores_are_those_of_transformers_over_the_shared_width(
     name: str, engines: Callable, reference: list[Expected]
@@ -147,7 +146,6 @@ def test_scores_are_those_of_transformers_over_the_shared_width(
     engines(name).call("clear")
 
 
-@pytest.mark.slow
 def test_hidden_rows_are_transformers_last_hidden_states(
     engines: Callable, reference: list[Expected]
 ):
@@ -162,7 +160,6 @@ def test_hidden_rows_are_transformers_last_hidden_states(
     engines("hidden").call("clear")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["topk_tail", "prompt_logprobs"])
 def test_top_k_and_tail_are_those_of_transformers(
     name: str, engines: Callable, reference: list[Expected]
@@ -186,7 +183,6 @@ def test_top_k_and_tail_are_those_of_transformers(
     engines(name).call("clear")
 
 
-@pytest.mark.slow
 def test_equal_weights_give_a_divergence_of_zero(
     engines: Callable, reference: list[Expected], tiny_models: Path
 ):
@@ -204,7 +200,6 @@ def test_equal_weights_give_a_divergence_of_zero(
     assert kl(head_VH.roll(1, 0)).min() > 0.5  # and only they
 
 
-@pytest.mark.slow
 def test_a_rollout_scored_by_its_own_weights_gives_back_the_samplers_logprobs(
     start_engine: Callable, engines: Callable, tiny_models: Path
 ):
@@ -234,7 +229,6 @@ def test_a_rollout_scored_by_its_own_weights_gives_back_the_samplers_logprobs(
     np.testing.assert_array_equal(rows.logprobs, np.concatenate([s.logprobs for s in scores]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hidden", "prompt_logprobs"])
 def test_scores_do_not_depend_on_order_or_company(name: str, engines: Callable):
     engine = engines(name)
@@ -248,7 +242,6 @@ def test_scores_do_not_depend_on_order_or_company(name: str, engines: Callable):
     engine.call("clear")
 
 
-@pytest.mark.slow
 def test_rows_that_did_not_fit_are_made_again_the_same(
     engines: Callable, reference: list[Expected]
 ):
@@ -266,7 +259,6 @@ def test_rows_that_did_not_fit_are_made_again_the_same(
     assert engine.call("clear") == 0
 
 
-@pytest.mark.slow
 def test_a_prompt_only_the_teacher_reads_stands_in_for_the_students(
     engines: Callable, tiny_models: Path
 ):
@@ -282,7 +274,6 @@ def test_a_prompt_only_the_teacher_reads_stands_in_for_the_students(
     engines("hidden").call("clear")
 
 
-@pytest.mark.slow
 def test_a_tools_turn_inside_a_response_is_read_but_not_scored(
     engines: Callable, tiny_models: Path
 ):
@@ -296,7 +287,6 @@ def test_a_tools_turn_inside_a_response_is_read_but_not_scored(
     engines("hidden").call("clear")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_nothing_sampled_and_nothing_asked_give_empty_rows(name: str, engines: Callable):
     engine = engines(name)
@@ -318,7 +308,6 @@ def test_nothing_sampled_and_nothing_asked_give_empty_rows(name: str, engines: C
     engine.call("clear")
 
 
-@pytest.mark.slow
 def test_what_was_served_or_cleared_is_gone(engines: Callable):
     engine = engines("hidden")
     engine.call("score", ROLLOUTS[:2])
@@ -333,7 +322,6 @@ def test_what_was_served_or_cleared_is_gone(engines: Callable):
         engine.call("fetch", (RowRequest(key="p0#0", rows=np.array([3, 15])),))
 
 
-@pytest.mark.slow
 def test_sequences_the_teacher_cannot_score_are_refused_by_name(engines: Callable):
     engine = engines("hidden")
     with pytest.raises(DataError, match=r"rollout p7#0: 301 tokens .* reads 300"):
@@ -350,7 +338,6 @@ def test_sequences_the_teacher_cannot_score_are_refused_by_name(engines: Callabl
     engine.call("clear")
 
 
-@pytest.mark.slow
 def test_a_bf16_teacher_scores_the_very_rows_it_hands_over_in_float32(
     engines: Callable, reference: list[Expected], tiny_models: Path
 ):
@@ -367,7 +354,6 @@ def test_a_bf16_teacher_scores_the_very_rows_it_hands_over_in_float32(
     assert reverse_kl(torch.cat([e.log_p for e in reference]), log_p.float()).mean() < 0.02
 
 
-@pytest.mark.slow
 def test_bf16_on_the_wire_costs_little_and_leaves_the_scores_exact(
     engines: Callable, reference: list[Expected], tiny_models: Path
 ):
@@ -384,7 +370,6 @@ def test_bf16_on_the_wire_costs_little_and_leaves_the_scores_exact(
     assert 1e-7 < kl.mean() < 1e-4 and kl.max() < 1e-3
 
 
-@pytest.mark.slow
 def test_a_top_k_without_a_tail_is_refused(start_engine: Callable, tiny_models: Path):
     cfg = TeacherConfig(model=str(tiny_models / "teacher"), payload="topk_tail", top_k=1000)
     with pytest.raises(ConfigError, match=r"teacher.top_k=1000 leaves no tail of 1000 ids"):

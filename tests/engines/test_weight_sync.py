@@ -233,7 +233,6 @@ class VllmSide:
         )
 
 
-@pytest.mark.slow
 def test_vllm_takes_our_arguments_and_our_source(start_engine: Callable):
     vllm = start_engine(f"{HERE}:VllmSide")
     expected = {"is_sender": True, "packed": True}
@@ -275,7 +274,6 @@ def rollout_engine_with_memory_transport(**arguments: Any) -> Any:
     return RolloutEngine(transfer="memory", **arguments)
 
 
-@pytest.mark.slow
 def test_the_device_path_proves_its_weights_too(start_engine: Callable, tiny_models: Path):
     from transformers import AutoModelForCausalLM
 
