@@ -50,7 +50,7 @@ $(WEIGHTS): $(READY)
 test: $(READY)
 	$(PY) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# Real engines for minutes at a time, and the quickstart's own models.
+# What needs the quickstart's own models.
 test-slow: $(WEIGHTS)
 	$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
