@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,8 +104,8 @@ def unpack_state(
         then = numbers["fingerprints"].get(name)
         if then != now:
             raise DataError(
-                f"resume from {where}: {name} was {then}, is {now}; a run goes on with the "
-                "prompts, models and seed it began with"
+                f"resume from {where}: {name} was {then}, is {now}; a run goes on as it began, "
+                "anything else is a run of its own"
             )
 
     values = {**arrays, **numbers["scalars"]}
@@ -147,14 +148,22 @@ def save_checkpoint(
     """
     final = checkpoint_dir(run_dir, step)
     partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "student").mkdir(parents=True)
-    save_student(partial / "student")
-    np.savez(partial / "state.npz", **arrays)
-    write_atomic(partial / "state.json", json.dumps(to_json(numbers)))
-    write_atomic(partial / "complete.json", json.dumps({"format": FORMAT, "step": step}))
-    shutil.rmtree(final, ignore_errors=True)
+    for leftover in final.parent.glob("*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        (partial / "student").mkdir(parents=True)
+        save_student(partial / "student")
+        np.savez(partial / "state.npz", **arrays)
+        write_atomic(partial / "state.json", json.dumps(to_json(numbers)))
+        write_atomic(partial / "complete.json", json.dumps({"format": FORMAT, "step": step}))
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk above all
+        raise
+    replaced = final.with_name(final.name + ".old.partial")
+    if final.exists():
+        os.replace(final, replaced)
     os.replace(partial, final)
+    shutil.rmtree(replaced, ignore_errors=True)
     if keep_last:
         for _, old in list_checkpoints(run_dir)[:-keep_last]:
             shutil.rmtree(old, ignore_errors=True)
@@ -184,9 +193,14 @@ def load_checkpoint(run_dir: Path) -> tuple[int, Path, dict[str, Any], dict[str,
             "resume=true, or set checkpoint.every so that there will be one"
         )
     step, path = found[-1]
-    written = json.loads((path / "complete.json").read_text())["format"]
-    if written != FORMAT:
-        raise DataError(f"checkpoint {path}: format {written}, this version reads {FORMAT}")
-    with np.load(path / "state.npz", allow_pickle=False) as npz:
-        arrays = {name: npz[name] for name in npz.files}
-    return step, path, json.loads((path / "state.json").read_text()), arrays
+    try:
+        written = json.loads((path / "complete.json").read_text())["format"]
+        if written != FORMAT:
+            raise DataError(f"checkpoint {path}: format {written}, this version reads {FORMAT}")
+        with np.load(path / "state.npz", allow_pickle=False) as npz:
+            arrays = {name: npz[name] for name in npz.files}
+        return step, path, json.loads((path / "state.json").read_text()), arrays
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"checkpoint {path} is damaged ({error}); remove it to go on from the one before"
+        ) from None

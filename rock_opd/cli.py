@@ -51,7 +51,10 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
 
     cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()))
     click.echo(f"run folder: {cfg.run_dir}", err=True)
-    others = [o for o in overrides if o != "resume=true" and not o.startswith("run.name=")]
+    replaced = ("resume=", "run.name=", "run.stop_after=")
+    others = [o for o in overrides if not o.startswith(replaced)]
+    if address:
+        others += ["--address", address]
     resume = shlex.join(
         ["rock-opd", "train", str(recipe), *others, f"run.name={cfg.run.name}", "resume=true"]
     )
@@ -65,9 +68,12 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
         except RockOPDError:
             _tell_resume(cfg, resume)
             raise
+    if summary["num_steps"] is None:
+        click.echo("\nstopped while starting; nothing was changed")
+        sys.exit(EXIT_INTERRUPTED)
     if not summary["finished"]:
         click.echo(f"\nstopped after step {summary['num_steps']}, saved. To go on: {resume}")
-        sys.exit(0 if summary["num_steps"] == cfg.run.stop_after else EXIT_INTERRUPTED)
+        sys.exit(0 if 0 < cfg.run.stop_after <= summary["num_steps"] else EXIT_INTERRUPTED)
     from rock_opd.report import show_summary
 
     show_summary(summary, cfg.run_dir)

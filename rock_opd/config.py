@@ -8,6 +8,7 @@ the program receives its own config, never the whole tree.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ POLICIES = ("all", "list", "rock_freeze", "random_matched")
 PAYLOADS = ("sampled", "topk_tail", "hidden")
 TEACHER_ENGINES = ("hidden", "prompt_logprobs")
 COLOCATE = ("all", "teacher_rollout", "none")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -38,7 +40,7 @@ def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _at_least(key: str, value: float, least: float) -> None:
-    if not value >= least:
+    if not (math.isfinite(value) and value >= least):
         raise ConfigError(f"{key} must be at least {least:g}, got {value:g}")
 
 
@@ -85,7 +87,7 @@ class RunConfig:
                 f"digit, got '{self.name}'"
             )
         _choice("run.on_existing", self.on_existing, ("fail", "new"))
-        _at_least("run.seed", self.seed, 0)
+        _within("run.seed", self.seed, 0, 2**32 - 1)
         _at_least("run.num_steps", self.num_steps, 0)
         _at_least("run.num_steps_float32", self.num_steps_float32, 0)
         _at_least("run.stop_after", self.stop_after, 0)
@@ -153,6 +155,7 @@ class StudentConfig:
         _at_least("student.num_ranks", self.num_ranks, 1)
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"student.zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
+        _choice("student.attn_implementation", self.attn_implementation, ATTENTION)
         _at_least("student.micro_batch_tokens", self.micro_batch_tokens, 1)
         _at_least("student.logit_chunk_rows", self.logit_chunk_rows, 1)
         if self.offload_optimizer and self.zero_stage == 0:
@@ -232,12 +235,6 @@ class RolloutConfig:
         _within(
             "rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )
-
-    @property
-    def samples(self) -> bool:
-        """Whether the run needs rollout workers: to train, or to evaluate."""
-        evaluates = self.eval.num_heldout > 0 or self.eval.problems is not None
-        return self.data.source == "student" or evaluates
 
     @property
     def max_model_len(self) -> int:
@@ -505,6 +502,11 @@ class Recipe:
                 f"loss.divergence {self.loss.divergence} needs teacher.payload hidden or "
                 "topk_tail, got 'sampled': back-propagating the sampled log-ratio drops the "
                 "teacher from the gradient"
+            )
+        if self.eval.num_heldout and self.teacher.payload == "sampled":
+            raise ConfigError(
+                "eval.num_heldout needs teacher.payload hidden or topk_tail, got 'sampled': on "
+                "fixed answers the sampled log-ratio falls whenever the student moves"
             )
         rollout_gpus = self.rollout.num_workers * self.rollout.tensor_parallel
         shared = self.placement.colocate == "all" and self.samples

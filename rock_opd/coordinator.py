@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,7 +40,7 @@ from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.data import PromptSet, given_rollouts
 from rock_opd.errors import NumericsError
 from rock_opd.evaluate import HeldoutKL, heldout_summary
-from rock_opd.runlog import RunLog
+from rock_opd.runlog import RunLog, to_json
 from rock_opd.types import (
     FreezeMask,
     Prompt,
@@ -164,7 +165,7 @@ class Coordinator:
                     num_steps=self.num_steps,
                     kl=math.nan if values["train/kl_mean"] is None else values["train/kl_mean"],
                     tokens_per_s=values["perf/tokens_per_s"],
-                    frozen_share=values["freeze/token_share"],
+                    frozen_share=values["freeze/type_share"],
                     seconds_left=pace * (self.num_steps - self.state.step),
                 )
             )
@@ -262,7 +263,7 @@ class Coordinator:
         }
         for name, seconds in self._clock.items():
             state.seconds[name] = state.seconds.get(name, 0.0) + seconds
-        state.frozen_share.append(values["freeze/token_share"])
+        state.frozen_share.append(values["freeze/type_share"])
         self.log.metrics(step, values)
         if step % recipe.log.registry_every == 0:
             self._snapshot()
@@ -303,6 +304,11 @@ class Coordinator:
 
     def _tell_mask(self, old: FreezeMask, mask: FreezeMask, step: int) -> None:
         """A new mask version: who froze, who thawed, with the numbers that decided it."""
+        if abs(mask.residual) > 0.05:
+            self.progress.say(
+                f"step {step}: the random control leaves {mask.residual:.0%} of the rocks' "
+                "occurrences unmatched; too few other types occur"
+            )
         for kind, ids in (
             ("freeze", np.setdiff1d(mask.frozen_ids, old.frozen_ids)),
             ("thaw", np.setdiff1d(old.frozen_ids, mask.frozen_ids)),
@@ -453,8 +459,10 @@ class Coordinator:
         """What must be the same when a run goes on."""
         return {
             "prompts": self.inputs.prompts.fingerprint,
-            "seed": self.recipe.run.seed,
+            "held-out prompts": " ".join(p.prompt_id for p in self.inputs.heldout),
             "vocabulary": self.inputs.num_real_ids,
+            "number of steps": self.num_steps,
+            **identity(self.recipe),
         }
 
     def _save(self) -> None:
@@ -485,6 +493,7 @@ class Coordinator:
         )
         self.roles.turn("student")
         self.roles.students.load_state(path / "student")
+        self._saved_step = step
         if self.roles.rollouts is not None:
             self.roles.turn("student", "rollout")
             self.roles.students.push_weights(
@@ -511,6 +520,7 @@ class Coordinator:
             "frozen_share": state.frozen_share,
             "mask_version": self.policy.mask.version,
             "rocks": self._top_types(20),
+            **heldout_summary(None, None, frozen=np.zeros(0, bool), seed=recipe.run.seed),
         }
         if not whole:
             self.log.event("stop", state.step)
@@ -568,6 +578,34 @@ class Coordinator:
         started = time.monotonic()
         yield
         self._clock[name] = time.monotonic() - started
+
+
+def identity(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe a run may not change when it goes on; the rest (placement, logging, how
+    often to save) it may."""
+    rollout = recipe.rollout
+    kept = {
+        "run.seed": recipe.run.seed,
+        "data.source": recipe.data.source,
+        "data.shuffle": recipe.data.shuffle,
+        "teacher.model": Path(recipe.teacher.model).name,
+        "teacher.payload": recipe.teacher.payload,
+        **{
+            f"rollout.{name}": getattr(rollout, name)
+            for name in (
+                "prompts_per_step",
+                "samples_per_prompt",
+                "temperature",
+                "top_p",
+                "max_new_tokens",
+            )
+        },
+    }
+    for section in ("optim", "loss", "policy"):
+        part = getattr(recipe, section)
+        kept |= {f"{section}.{f.name}": getattr(part, f.name) for f in fields(part)}
+    kept["policy.ids_file"] = None  # its ids are in the mask
+    return to_json(kept)
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, sample_idx: int) -> int:

@@ -66,9 +66,10 @@ class PromptSet:
     def batch(self, step: int, prompts_per_step: int) -> list[Prompt]:
         """The prompts of one step (counted from 0), all different: a function of (seed, step)."""
         epoch, place = divmod(step, self.steps_per_epoch(prompts_per_step))
+        if not self.shuffle:  # round and round, so that none is left out
+            first, num = step * prompts_per_step, len(self.prompts)
+            return [self.prompts[i % num] for i in range(first, first + prompts_per_step)]
         start = place * prompts_per_step
-        if not self.shuffle:
-            return list(self.prompts[start : start + prompts_per_step])
         order = _epoch_order(len(self.prompts), self.seed, epoch)
         return [self.prompts[i] for i in order[start : start + prompts_per_step]]
 
@@ -144,7 +145,10 @@ def load_prompts(
         try:
             if isinstance(row, _BadRow):
                 raise row
-            prompt, source = reader.read(row, index)
+            try:
+                prompt, source = reader.read(row, index)
+            except (TypeError, ValueError, RecursionError) as error:  # such as a lone surrogate
+                raise _BadRow("unreadable text", _line(error)) from None
             if prompt.prompt_id in messages:
                 raise _BadRow("duplicate id", f"id '{prompt.prompt_id}' came before")
         except _BadRow as bad:
@@ -180,6 +184,7 @@ def load_heldout(
     *,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
+    teacher_prefix_tokens: int = 0,
 ) -> tuple[Prompt, ...]:
     """The first ``eval.num_heldout`` usable prompts of the held-out file, or of the ``data.skip``
     first rows of the training file.
@@ -192,7 +197,12 @@ def load_heldout(
     else:
         source = dataclasses.replace(cfg, skip=0, limit=cfg.skip)
     source = dataclasses.replace(source, source="student")
-    loaded = load_prompts(source, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
+    loaded = load_prompts(
+        source,
+        tokenizer=tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        teacher_prefix_tokens=teacher_prefix_tokens,
+    )
     if len(loaded.prompts) < eval_cfg.num_heldout:
         raise DataError(
             f"{source.prompts}: {len(loaded.prompts)} usable held-out prompts, "

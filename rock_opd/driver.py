@@ -7,11 +7,13 @@ sits on the head node, where running out of memory would take the cluster's cont
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rock_opd.coordinator import Coordinator, Inputs, Progress
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, load_token_list
 from rock_opd.errors import ConfigError, RockOPDError, RoleError
 from rock_opd.models import load_tokenizer, num_real_ids, stop_token_ids
+from rock_opd.types import Prompt
 
 POLL_S = 0.3
 
@@ -31,6 +34,15 @@ def load_inputs(recipe: Recipe) -> Inputs:
     Raises:
         ConfigError, DataError, ModelError: one line each.
     """
+    from_run = recipe.student.from_run
+    if from_run is not None and not (Path(recipe.student.model) / "config.json").is_file():
+        raise ConfigError(f"student.from_run {from_run}: no model/ in it; has that run finished?")
+    for key, asked, module in (
+        ("log.wandb_project", recipe.log.wandb_project, "wandb"),
+        ("log.mlflow_uri", recipe.log.mlflow_uri, "mlflow"),
+    ):
+        if asked is not None and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{key} needs {module}: pip install 'rock-opd[{module}]'")
     tokenizer = load_tokenizer(recipe.student.model)
     width = num_real_ids(recipe.student.model, recipe.teacher.model)
     limit = recipe.rollout.max_prompt_tokens
@@ -43,7 +55,10 @@ def load_inputs(recipe: Recipe) -> Inputs:
         seed=recipe.run.seed,
     )
     reading = {"tokenizer": tokenizer, "max_prompt_tokens": limit}
-    heldout = load_heldout(recipe.data, recipe.eval, **reading) if recipe.eval.num_heldout else ()
+    heldout: tuple[Prompt, ...] = ()
+    if recipe.eval.num_heldout:
+        prefix = recipe.teacher.prefix_tokens
+        heldout = load_heldout(recipe.data, recipe.eval, teacher_prefix_tokens=prefix, **reading)
     problems = load_problems(recipe.data, recipe.eval, **reading) if recipe.eval.problems else None
     ids_file = recipe.policy.ids_file
     return Inputs(
@@ -104,12 +119,14 @@ class CoordinatorActor:
             say=self._progress.say,
         )
         try:
+            if self._stop.is_set():
+                return {"finished": False, "num_steps": None}
             return Coordinator(
                 recipe,
                 inputs,
                 roles,
                 num_steps=steps,
-                grader=grade_in_task,
+                grader=partial(grade_in_task, timeout_s=recipe.run.phase_timeout_s),
                 progress=self._progress,
                 stop=self._stop,
             ).run()
@@ -125,13 +142,15 @@ class CoordinatorActor:
         self._stop.set()
 
 
-def grade_in_task(answers: list[str], golds: list[str]) -> list[bool]:
+def grade_in_task(answers: list[str], golds: list[str], *, timeout_s: float) -> list[bool]:
     """Grades in a process whose main thread is free: math-verify's time limits are alarms."""
     import ray
 
+    from rock_opd.actors.groups import gather
     from rock_opd.evaluate import grade
 
-    return ray.get(ray.remote(grade).options(num_cpus=0).remote(answers, golds), timeout=600)
+    task = ray.remote(grade).options(num_cpus=0).remote(answers, golds)
+    return gather("grader", "evaluate", [task], timeout_s)[0]
 
 
 def cluster_address(address: str | None) -> str | None:
@@ -153,7 +172,7 @@ def connect(address: str | None) -> None:
                 f"no Ray cluster answers at '{address}': {str(error).splitlines()[0]}"
             ) from None
     else:
-        ray.init(include_dashboard=False, **quiet)
+        ray.init(address="local", include_dashboard=False, **quiet)
 
 
 def train(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rock_opd.config import Recipe
+from rock_opd.errors import ConfigError
 from rock_opd.types import Rollout, SampleRequest
 
 
@@ -26,6 +27,12 @@ def generate_answers(
     from rock_opd.driver import connect, skipped_lines
     from rock_opd.models import load_tokenizer, num_real_ids, stop_token_ids
 
+    if output.exists():
+        raise ConfigError(f"{output} exists; choose another name or remove it")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error}") from None
     cfg, teacher = recipe.rollout, recipe.teacher
     tokenizer = load_tokenizer(teacher.model)
     prompts = load_prompts(
@@ -33,6 +40,7 @@ def generate_answers(
         tokenizer=tokenizer,
         max_prompt_tokens=cfg.max_prompt_tokens,
         max_response_tokens=cfg.max_new_tokens,
+        teacher_prefix_tokens=teacher.prefix_tokens,
         seed=recipe.run.seed,
     )
     for line in skipped_lines(prompts):
@@ -48,6 +56,7 @@ def generate_answers(
             replace(
                 recipe,
                 rollout=replace(cfg, tensor_parallel=teacher.tensor_parallel, dtype=teacher.dtype),
+                placement=replace(recipe.placement, colocate="none"),
             ),
             model=teacher.model,
             num_real_ids=num_real_ids(recipe.student.model, teacher.model),

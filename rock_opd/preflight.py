@@ -344,6 +344,9 @@ def _report_prompts(
 ) -> None:
     lengths = sorted(len(prompt.token_ids) for prompt in prompts.prompts)
     steps = recipe.run.num_steps or recipe.run.num_epochs * per_epoch
+    dtype = resolve_dtype(recipe.student.dtype, _device(recipe))
+    if recipe.run.num_steps_float32 and dtype == "float32":
+        steps = recipe.run.num_steps_float32
     report.add(
         "ok",
         f"{recipe.data.prompts}: {len(lengths)} prompts, median {lengths[len(lengths) // 2]}, "

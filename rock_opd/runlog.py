@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import math
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -62,14 +63,16 @@ def library_versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    revision = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if revision.returncode == 0:
-        found["git"] = revision.stdout.strip()
+    git = shutil.which("git")
+    if git is not None:
+        revision = subprocess.run(
+            [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if revision.returncode == 0:
+            found["git"] = revision.stdout.strip()
     return found
 
 
@@ -84,6 +87,9 @@ class RunLog:
         keep = 0 if resume_step is None else resume_step
         for path in (self._metrics_path, self._events_path):
             _drop_after(path, keep if resume_step is not None else -1)
+        for snapshot in (self.dir / "registry").glob("step_*.parquet"):
+            if resume_step is None or int(snapshot.stem.removeprefix("step_")) > resume_step:
+                snapshot.unlink()
         write_atomic(self.dir / "config.yaml", recipe_yaml(recipe))
         write_atomic(self.dir / "versions.json", json.dumps(library_versions(), indent=1))
         self._sinks = _sinks(recipe.log, self.dir, recipe, purge_step=keep + 1)

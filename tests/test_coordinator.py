@@ -247,9 +247,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     one = coordinator(whole, Roles())
     summary_one = one.run()
 
-    first = make_recipe(tmp_path / "cut", "eval.num_heldout=2", "checkpoint.every=3")
+    first = make_recipe(
+        tmp_path / "cut", "eval.num_heldout=2", "checkpoint.every=3", "run.stop_after=3"
+    )
     cut = coordinator(first, Roles())
-    cut.num_steps = 3
     cut._finish = lambda: {}  # the process dies here: nothing after the checkpoint of step 3
     cut.run()
     again = make_recipe(tmp_path / "cut", "eval.num_heldout=2", "checkpoint.every=3", "resume=true")
@@ -284,6 +285,39 @@ def test_resuming_with_other_prompts_is_refused(tmp_path):
     })  # fmt: skip
     with pytest.raises(DataError, match="vocabulary was 16, is 17"):
         other.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("policy.name=all", "policy.name was rock_freeze, is all"),
+        ("policy.lam=0.5", r"policy.lam was 0.0, is 0.5"),
+        ("rollout.prompts_per_step=2", "rollout.prompts_per_step was 4, is 2"),
+        ("optim.lr=1e-3", "optim.lr was"),
+        ("teacher.model=other", "teacher.model was t, is other"),
+        ("run.num_steps=9", "number of steps was 6, is 9"),
+    ],
+)
+def test_resuming_another_experiment_is_refused(tmp_path, change, message):
+    coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles()).run()
+    with pytest.raises(DataError, match=message):
+        coordinator(make_recipe(tmp_path, "resume=true", change), Roles()).run()
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    recipe = make_recipe(tmp_path, "run.stop_after=1")
+    coordinator(recipe, Roles()).run()
+    (recipe.run_dir / "checkpoints" / "step_000001" / "state.npz").write_bytes(b"not a zip")
+    with pytest.raises(DataError, match=r"step_000001 is damaged"):
+        coordinator(make_recipe(tmp_path, "resume=true"), Roles()).run()
+
+
+def test_with_lambda_between_0_and_1_the_share_shown_is_that_of_the_types(tmp_path):
+    recipe = make_recipe(tmp_path, "policy.lam=0.5")
+    summary = coordinator(recipe, Roles()).run()
+    last = lines(recipe, "metrics.jsonl")[-1]
+    assert last["freeze/token_share"] == 0 < last["freeze/type_share"]
+    assert summary["frozen_share"][-1] == last["freeze/type_share"]
 
 
 def test_resuming_without_a_whole_checkpoint_is_refused(tmp_path):

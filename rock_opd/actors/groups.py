@@ -23,6 +23,9 @@ from rock_opd.core.batching import Deal
 from rock_opd.errors import PlacementError, RockOPDError, RoleError, RoleTimeout
 from rock_opd.types import Rollout, SampleRequest, StepResult, TeacherScores, TrainBatch
 
+AFTERMATH_S = 5.0
+"""How long after a first failure the other actors of a role may tell of theirs."""
+
 
 def resolve_device(recipe: Recipe) -> str:
     """cpu or cuda; ``auto`` is cuda where the cluster has GPUs."""
@@ -40,26 +43,46 @@ def gather(role: str, phase: str, refs: list[Any], timeout_s: float) -> list[Any
         are.
     """
     deadline = time.monotonic() + timeout_s
-    answers = []
-    for i, ref in enumerate(refs):
-        try:
-            answers.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-        except ray.exceptions.GetTimeoutError:
-            done, late = ray.wait(refs, num_returns=len(refs), timeout=0)
-            who = [j for j, r in enumerate(refs) if r in late]
+    waiting, failures = list(refs), {}
+    while waiting:
+        left = deadline - time.monotonic()
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, left))
+        if not ready and failures:
+            break
+        if not ready:
+            who = [i for i, ref in enumerate(refs) if ref in waiting]
             raise RoleTimeout(
                 f"{role} {who}: no answer in phase '{phase}' within {timeout_s:g} s "
-                f"({len(done)} of {len(refs)} answered); see run.phase_timeout_s and "
-                f"run.start_timeout_s"
-            ) from None
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, RockOPDError):
-                raise type(cause)(f"{role} {i}, phase '{phase}': {cause}") from None
-            raise RoleError(f"{role} {i} failed in phase '{phase}':\n{_plain(error)}") from None
-        except ray.exceptions.RayActorError as error:
-            raise RoleError(f"{role} {i} died in phase '{phase}': {_plain(error)}") from None
-    return answers
+                f"({len(refs) - len(who)} of {len(refs)} answered); see run.phase_timeout_s and "
+                "run.start_timeout_s"
+            )
+        try:
+            ray.get(ready[0])
+        except ray.exceptions.RayError as error:
+            failures[refs.index(ready[0])] = error
+            # Others may fail of it, or be its cause: a moment for them to say so.
+            deadline = min(deadline, time.monotonic() + AFTERMATH_S)
+    if failures:
+        raise _first_cause(role, phase, failures)
+    return ray.get(refs)
+
+
+def _first_cause(role: str, phase: str, failures: dict[int, Exception]) -> RockOPDError:
+    """The failure that explains the others: a death, else an error of our own, else the first."""
+
+    def rank(item: tuple[int, Exception]) -> int:
+        error = item[1]
+        if isinstance(error, ray.exceptions.RayActorError):
+            return 0
+        return 1 if isinstance(getattr(error, "cause", None), RockOPDError) else 2
+
+    i, error = min(failures.items(), key=rank)
+    if isinstance(error, ray.exceptions.RayActorError):
+        return RoleError(f"{role} {i} died in phase '{phase}': {_plain(error)}")
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, RockOPDError):
+        return type(cause)(f"{role} {i}, phase '{phase}': {cause}")
+    return RoleError(f"{role} {i} failed in phase '{phase}':\n{_plain(error)}")
 
 
 def _plain(error: Exception) -> str:
@@ -463,7 +486,9 @@ def start_roles(
             master=master,
             device=device,
             dtype=resolve_dtype(recipe.student.dtype, device),
-            needs_teacher_head=recipe.teacher.payload == "hidden",
+            teacher_dtype=resolve_dtype(recipe.teacher.dtype, device)
+            if recipe.teacher.payload == "hidden"
+            else None,
             num_updates=num_updates,
             num_real_ids=num_real_ids,
             seed=recipe.run.seed,

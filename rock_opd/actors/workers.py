@@ -205,7 +205,7 @@ class StudentWorker:
         master: tuple[str, int],
         device: str,
         dtype: str,
-        needs_teacher_head: bool,
+        teacher_dtype: str | None,
         num_updates: int,
         num_real_ids: int,
         seed: int,
@@ -230,7 +230,7 @@ class StudentWorker:
             dtype=dtype,
             num_updates=num_updates,
             num_real_ids=num_real_ids,
-            teacher_head=load_head(teacher_model, dtype=dtype) if needs_teacher_head else None,
+            teacher_head=load_head(teacher_model, dtype=teacher_dtype) if teacher_dtype else None,
             seed=seed,
             timeout_s=timeout_s,
         )

@@ -104,7 +104,10 @@ class TypePolicy:
                 f"{registry.num_updates} steps"
             )
         choice = self._choose(step, registry)
-        if choice is None or np.array_equal(choice.frozen_ids, self.mask.frozen_ids):
+        if choice is None or (
+            np.array_equal(choice.frozen_ids, self.mask.frozen_ids)
+            and np.array_equal(choice.reference_ids, self.mask.reference_ids)
+        ):
             return None
         self.mask = choice
         return choice

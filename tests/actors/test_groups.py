@@ -56,6 +56,24 @@ def test_our_own_errors_come_back_as_they_are_with_who_and_when():
         gather("teacher", "score", [worker().bad_row.remote()], 30.0)
 
 
+def test_a_failure_is_told_at_once_though_others_are_still_at_work():
+    started = time.monotonic()
+    handles = [worker(), worker()]
+    ray.get([h.quick.remote() for h in handles])
+    with pytest.raises(DataError, match=r"student rank 1, phase 'train': row 7"):
+        gather("student rank", "train", [handles[0].slow.remote(), handles[1].bad_row.remote()], 50)
+    assert time.monotonic() - started < 40
+    for handle in handles:
+        ray.kill(handle)
+
+
+def test_a_death_explains_the_errors_of_the_others():
+    handles = [worker(), worker()]
+    ray.get([h.quick.remote() for h in handles])
+    with pytest.raises(RoleError, match=r"student rank 1 died in phase 'train'"):
+        gather("student rank", "train", [handles[0].broken.remote(), handles[1].die.remote()], 50)
+
+
 def test_an_unknown_error_carries_the_remote_text():
     with pytest.raises(RoleError, match=r"(?s)student rank 0 failed in phase 'train'.*nobody exp"):
         gather("student rank", "train", [worker().broken.remote()], 30.0)
