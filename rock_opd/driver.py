@@ -22,7 +22,7 @@ from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator, Inputs, Progress
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, load_token_list
 from rock_opd.errors import ConfigError, RockOPDError, RoleError
-from rock_opd.models import load_tokenizer, num_real_ids, stop_token_ids
+from rock_opd.models import load_tokenizer, model_facts, num_real_ids, stop_token_ids
 from rock_opd.types import Prompt
 
 POLL_S = 0.3
@@ -43,6 +43,9 @@ def load_inputs(recipe: Recipe) -> Inputs:
     ):
         if asked is not None and importlib.util.find_spec(module) is None:
             raise ConfigError(f"{key} needs {module}: pip install 'rock-opd[{module}]'")
+    for model in (recipe.student.model, recipe.teacher.model):
+        if Path(model).is_dir():
+            model_facts(model)  # refuses weights that are missing or cut short
     tokenizer = load_tokenizer(recipe.student.model)
     width = num_real_ids(recipe.student.model, recipe.teacher.model)
     limit = recipe.rollout.max_prompt_tokens

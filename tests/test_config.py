@@ -213,3 +213,28 @@ def test_the_frozen_runs_differ_from_the_baseline_in_their_policy_alone(twin):
     assert same == base
     rocks = by_name("4b_rock_freeze").policy
     assert dataclasses.replace(other.policy, name="rock_freeze") == rocks
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.temperature=inf",
+        "eval.temperature=nan",
+        "run.phase_timeout_s=inf",
+        "optim.weight_decay=inf",
+        "run.seed=99999999999999999999",
+        "student.attn_implementation=nonsense",
+    ],
+)
+def test_numbers_without_an_end_and_unknown_choices_are_refused(override):
+    tree = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
+    with pytest.raises(ConfigError, match=override.split("=")[0]):
+        build_recipe(tree, [override])
+
+
+def test_a_held_out_divergence_needs_more_than_the_sampled_ratio():
+    tree = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
+    sampled = ["teacher.payload=sampled", "loss.divergence=policy_gradient"]
+    build_recipe(tree, sampled)
+    with pytest.raises(ConfigError, match=r"eval\.num_heldout needs teacher\.payload"):
+        build_recipe(tree, [*sampled, "eval.num_heldout=1", "data.skip=1"])

@@ -272,6 +272,7 @@ def test_stage_one_and_two_chain(tiny_models, folder):
         (["teacher.model=no/such/model/here"], "no such folder"),
         (["policy.name=list", "policy.ids_file={list}"], "outside the vocabulary of 1024"),
         (["teacher.model={other}"], "tokenizer"),
+        (["teacher.model={torn}"], "model.safetensors"),
     ],
 )
 def test_files_that_cannot_serve_are_one_line_and_status_2(
@@ -285,7 +286,12 @@ def test_files_that_cannot_serve_are_one_line_and_status_2(
     a, b = "!", '"'
     vocab[a], vocab[b] = vocab[b], vocab[a]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    filled = [o.format(list=tmp_path / "rock.json", other=other) for o in overrides]
+    torn = tmp_path / "torn"
+    shutil.copytree(tiny_models / "teacher", torn)
+    weights = (torn / "model.safetensors").read_bytes()
+    (torn / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    paths = {"list": tmp_path / "rock.json", "other": other, "torn": torn}
+    filled = [o.format(**paths) for o in overrides]
     done = finish(
         command(tiny_models, folder, f"bad-{len(filled)}-{message[:3]}", *filled), status=2
     )

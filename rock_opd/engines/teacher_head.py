@@ -96,7 +96,7 @@ def _refuse_other_logits(model: str, config: PretrainedConfig) -> None:
 
 def _weight_files(model: str) -> dict[str, str]:
     """Tensor name -> file that holds it."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     index = _find(model, "model.safetensors.index.json")
     if index is not None:
@@ -106,8 +106,11 @@ def _weight_files(model: str) -> dict[str, str]:
             f"model {model}: neither model.safetensors nor model.safetensors.index.json (offline, "
             "a hub id must be in the local cache); save it with transformers first"
         )
-    with safe_open(single, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), "model.safetensors")
+    try:
+        with safe_open(single, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), "model.safetensors")
+    except SafetensorError as error:
+        raise ModelError(f"model {model}: model.safetensors cannot be read: {error}") from None
 
 
 def _read(model: str, file: str, name: str) -> torch.Tensor:
