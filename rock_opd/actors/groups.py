@@ -43,28 +43,29 @@ def gather(role: str, phase: str, refs: list[Any], timeout_s: float) -> list[Any
         are.
     """
     deadline = time.monotonic() + timeout_s
-    waiting, failures = list(refs), {}
+    place = {ref: i for i, ref in enumerate(refs)}
+    waiting, answers, failures = list(refs), {}, {}
     while waiting:
         left = deadline - time.monotonic()
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, left))
-        if not ready and failures:
-            break
         if not ready:
-            who = [i for i, ref in enumerate(refs) if ref in waiting]
-            raise RoleTimeout(
-                f"{role} {who}: no answer in phase '{phase}' within {timeout_s:g} s "
-                f"({len(refs) - len(who)} of {len(refs)} answered); see run.phase_timeout_s and "
-                "run.start_timeout_s"
-            )
+            break
+        i = place[ready[0]]
         try:
-            ray.get(ready[0])
+            answers[i] = ray.get(ready[0])
         except ray.exceptions.RayError as error:
-            failures[refs.index(ready[0])] = error
+            failures[i] = error
             # Others may fail of it, or be its cause: a moment for them to say so.
             deadline = min(deadline, time.monotonic() + AFTERMATH_S)
     if failures:
         raise _first_cause(role, phase, failures)
-    return ray.get(refs)
+    if waiting:
+        raise RoleTimeout(
+            f"{role} {[place[ref] for ref in waiting]}: no answer in phase '{phase}' within "
+            f"{timeout_s:g} s ({len(answers)} of {len(refs)} answered); see run.phase_timeout_s "
+            "and run.start_timeout_s"
+        )
+    return [answers[i] for i in range(len(refs))]
 
 
 def _first_cause(role: str, phase: str, failures: dict[int, Exception]) -> RockOPDError:
