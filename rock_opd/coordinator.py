@@ -342,13 +342,19 @@ class Coordinator:
         ]
 
     def _sync(self, step: int) -> None:
-        version = self.state.num_updates
+        if self._push_weights():
+            self.log.event("sync", step, version=self.state.num_updates)
+
+    def _push_weights(self) -> bool:
+        """Brings the rollout workers to the trainer's version; False when the run has none."""
         if self.roles.rollouts is None:
-            return
+            return False
         self.roles.students.push_weights(
-            self.roles.rollouts, version=version, bucket_bytes=self.recipe.sync.bucket_bytes
+            self.roles.rollouts,
+            version=self.state.num_updates,
+            bucket_bytes=self.recipe.sync.bucket_bytes,
         )
-        self.log.event("sync", step, version=version)
+        return True
 
     def _check_gap(self, gap: dict[str, float | None], step: int) -> None:
         mean, limit = gap["sync/logprob_gap_mean"], self.recipe.sync.max_logprob_gap
@@ -494,13 +500,8 @@ class Coordinator:
         self.roles.turn("student")
         self.roles.students.load_state(path / "student")
         self._saved_step = step
-        if self.roles.rollouts is not None:
-            self.roles.turn("student", "rollout")
-            self.roles.students.push_weights(
-                self.roles.rollouts,
-                version=self.state.num_updates,
-                bucket_bytes=self.recipe.sync.bucket_bytes,
-            )
+        self.roles.turn("student", "rollout")
+        self._push_weights()
         return step
 
     def _finish(self) -> dict[str, Any]:
