@@ -1,5 +1,5 @@
-"""The command line: ``rock-opd train | check | prepare-demo | generate``. Parsing and showing, no
-more."""
+"""The command line: ``rock-opd train | check | prepare-demo | generate``; the offline commands stand
+in ``cli_study``. Parsing and showing, no more."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rock_opd.cli_study import COMMANDS
 from rock_opd.errors import (
     EXIT_BAD_INPUT,
     ConfigError,
@@ -132,6 +133,10 @@ def generate(recipe: Path, overrides: tuple[str, ...], output: Path, address: st
         cfg, output, address=address, say=lambda text: click.echo(text, err=True)
     )
     click.echo(f"{num} answers in {output}")
+
+
+for _command in COMMANDS:
+    cli.add_command(_command)
 
 
 class _Display:

@@ -25,6 +25,9 @@ SOURCES = ("student", "dataset")
 DIVERGENCES = ("reverse_kl", "forward_kl", "policy_gradient")
 NORMALIZERS = ("kept", "all")
 POLICIES = ("all", "list", "rock_freeze", "random_matched")
+SCORES = ("rock", "rock_ctx", "rock_lcb", "mean", "lcb", "eb_mean", "eb_lcb")
+ENCODERS = ("embedding", "ngram")
+PROBE_LOSSES = ("kl", "logratio")
 PAYLOADS = ("sampled", "topk_tail", "hidden")
 TEACHER_ENGINES = ("hidden", "prompt_logprobs")
 COLOCATE = ("all", "teacher_rollout", "none")
@@ -49,6 +52,21 @@ def _within(key: str, value: float, low: float, high: float, *, open_low: bool =
         raise ConfigError(
             f"{key} must lie in {'(' if open_low else '['}{low:g}, {high:g}], got {value:g}"
         )
+
+
+def _threshold(key: str, value: str) -> None:
+    """Checks a threshold as ``core.context.resolve_threshold`` reads it."""
+    text = str(value)
+    try:
+        number = float(text.removeprefix("q"))
+    except ValueError:
+        raise ConfigError(
+            f"{key} must be a number of nats, or a quantile such as q0.8, got '{text}'"
+        ) from None
+    if text.startswith("q"):
+        _within(key, number, 0.0, 1.0)
+    elif not math.isfinite(number):
+        raise ConfigError(f"{key} must be finite, got '{text}'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,8 +347,16 @@ class PolicyConfig:
     """For ``list``: JSON list of token ids that are frozen from the first step on."""
     lam: float = 0.0
     """Weight of a frozen token (the paper's lambda), in [0, 1]."""
+    score: str = "rock"
+    """What ranks types: rock (R = mean KL x count), rock_ctx (R x CCR, from the probe set),
+    rock_lcb (count x lower bound of the mean), mean, lcb, eb_mean, eb_lcb."""
     top_k: int = 100
     """Token types frozen at once, by score."""
+    threshold: float | None = None
+    """Least score of a frozen type; None: the ``top_k`` alone decide."""
+    hysteresis: float = 0.0
+    """In [0, 1): a frozen type is ranked by its score / (1 - hysteresis), so that it thaws later
+    than it froze."""
     drop_most_frequent: int = 5
     """Most frequent types taken out before ranking."""
     control_may_use_dropped: bool = False
@@ -345,9 +371,25 @@ class PolicyConfig:
     """Factor on the statistics before each step; 1 never forgets."""
     audit_share: float = 0.02
     """Share of frozen positions measured all the same (weight 0), so that frozen types can thaw."""
+    guard_file: str | None = None
+    """JSON list of token ids that are never frozen, such as the pillars that knockout found."""
+    guard_special: bool = True
+    """Never freeze special tokens and those that end a response."""
+    window_radius: int = 0
+    """Freeze whole rock windows: up to so many positions to each side of a rock; 0: rocks alone."""
+    window_threshold: str = "q0.8"
+    """Sampled log-ratio a neighbour needs to belong to a window: nats, or a quantile of the step
+    (q0.8)."""
 
     def __post_init__(self) -> None:
         _choice("policy.name", self.name, POLICIES)
+        _choice("policy.score", self.score, SCORES)
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise ConfigError(f"policy.threshold must be finite, got {self.threshold}")
+        if not 0 <= self.hysteresis < 1:
+            raise ConfigError(f"policy.hysteresis must lie in [0, 1), got {self.hysteresis:g}")
+        _at_least("policy.window_radius", self.window_radius, 0)
+        _threshold("policy.window_threshold", self.window_threshold)
         if (self.name == "list") != (self.ids_file is not None):
             raise ConfigError(
                 f"policy.ids_file goes with policy.name=list and only with it, got name "
@@ -361,6 +403,48 @@ class PolicyConfig:
         _at_least("policy.refresh_every", self.refresh_every, 1)
         _within("policy.decay", self.decay, 0.0, 1.0, open_low=True)
         _within("policy.audit_share", self.audit_share, 0.0, 1.0, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeConfig:
+    """The probe set, and when an occurrence of a type counts as a rock in its context
+    (``policy.score=rock_ctx``)."""
+
+    num_rollouts: int = 256
+    """Rollouts kept from the start of the run and scored again before each selection."""
+    loss: str = "kl"
+    """kl: full reverse KL; logratio: log q - log p of the sampled token."""
+    tau_pre: str = "q0.8"
+    """Loss before training from which on an occurrence is high: nats, or a quantile of the probe
+    set (q0.8)."""
+    tau_post: str = "q0.8"
+    """The same for the loss now."""
+    encoder: str = "embedding"
+    """Context vector: embedding (mean teacher input embedding of the window) or ngram (hashed
+    n-grams)."""
+    window: int = 8
+    """w: the context of x_t is x[t-w] to x[t+w], the prompt included."""
+    dim: int = 64
+    """Numbers of a context vector, after projection."""
+    gamma: float = 0.8
+    """Cosine from which on two contexts are alike."""
+    eta: float = 0.1
+    """Share of a type's other persistent occurrences that must be alike for one to be kept."""
+    reservoir: int = 256
+    """Occurrences judged per type, drawn at random."""
+    max_pairs: int = 50_000_000
+    """Pairs of contexts compared in all; bounds the judged occurrences further."""
+
+    def __post_init__(self) -> None:
+        _at_least("probe.num_rollouts", self.num_rollouts, 1)
+        _choice("probe.loss", self.loss, PROBE_LOSSES)
+        _threshold("probe.tau_pre", self.tau_pre)
+        _threshold("probe.tau_post", self.tau_post)
+        _choice("probe.encoder", self.encoder, ENCODERS)
+        for key in ("window", "dim", "reservoir", "max_pairs"):
+            _at_least(f"probe.{key}", getattr(self, key), 1)
+        _within("probe.gamma", self.gamma, -1.0, 1.0)
+        _within("probe.eta", self.eta, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -459,6 +543,9 @@ class LogConfig:
     """MLflow tracking address (extra ``[mlflow]``)."""
     registry_every: int = 10
     """Steps between two registry snapshots in ``registry/``; one is always written at the end."""
+    occurrences: bool = False
+    """Write every sampled position to ``occurrences/``, one file a step: what `rock-opd rocks` and
+    its kin read."""
 
     def __post_init__(self) -> None:
         _at_least("log.registry_every", self.registry_every, 1)
@@ -476,6 +563,7 @@ class Recipe:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -502,6 +590,16 @@ class Recipe:
                 f"loss.divergence {self.loss.divergence} needs teacher.payload hidden or "
                 "topk_tail, got 'sampled': back-propagating the sampled log-ratio drops the "
                 "teacher from the gradient"
+            )
+        if self.policy.window_radius and self.data.source == "dataset":
+            raise ConfigError(
+                "policy.window_radius needs data.source=student: windows are found by the sampled "
+                "log-ratio, which given responses do not have"
+            )
+        if self.uses_probe and self.teacher.payload == "sampled" and self.probe.loss == "kl":
+            raise ConfigError(
+                "policy.score rock_ctx with probe.loss=kl needs teacher.payload hidden or "
+                "topk_tail, got 'sampled'; set probe.loss=logratio or another payload"
             )
         if self.eval.num_heldout and self.teacher.payload == "sampled":
             raise ConfigError(
@@ -534,6 +632,12 @@ class Recipe:
         """Whether the run needs rollout workers: to train, or to evaluate."""
         evaluates = self.eval.num_heldout > 0 or self.eval.problems is not None
         return self.data.source == "student" or evaluates
+
+    @property
+    def uses_probe(self) -> bool:
+        """Whether the run keeps a probe set: its policy selects types, and by their contexts."""
+        selects = self.policy.name in ("rock_freeze", "random_matched")
+        return selects and self.policy.score == "rock_ctx"
 
     @property
     def max_model_len(self) -> int:
@@ -598,10 +702,21 @@ def _first_problem(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}"
 
 
+NEEDED = ("data.prompts", "teacher.model", "student.model")
+"""What has no default, and a run cannot do without."""
+
+
 def build_recipe(
-    tree: dict[str, Any] | DictConfig, overrides: list[str], *, where: str = "recipe"
+    tree: dict[str, Any] | DictConfig,
+    overrides: list[str],
+    *,
+    where: str = "recipe",
+    needed: tuple[str, ...] = NEEDED,
 ) -> Recipe:
     """Builds and checks a recipe.
+
+    Args:
+        needed: which of ``NEEDED`` must be given; the others may be missing, and are then "".
 
     Raises:
         ConfigError: an unknown key (naming the nearest known one), a wrong type, a value out of
@@ -620,8 +735,11 @@ def build_recipe(
         merged = OmegaConf.merge(schema, *layers)
         if merged.student.from_run is not None:
             merged.student.model = str(Path(merged.student.from_run) / "model")
-        for section, key in (("data", "prompts"), ("teacher", "model"), ("student", "model")):
-            if OmegaConf.is_missing(merged[section], key):
+        for name in NEEDED:
+            section, key = name.split(".")
+            if OmegaConf.is_missing(merged[section], key) and name not in needed:
+                merged[section][key] = ""
+            elif OmegaConf.is_missing(merged[section], key):
                 hint = " (or student.from_run)" if section == "student" else ""
                 raise ConfigError(f"{where}: {section}.{key} is missing{hint}")
         recipe = OmegaConf.to_object(merged)
@@ -638,12 +756,23 @@ def build_recipe(
     return recipe
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path | None,
+    overrides: list[str] | None = None,
+    *,
+    needed: tuple[str, ...] = NEEDED,
+) -> Recipe:
     """Reads a recipe file. Relative paths in it are taken from the working directory.
+
+    Args:
+        path: None: all defaults.
+        needed: as for ``build_recipe``.
 
     Raises:
         ConfigError: no such file, not YAML, or what ``build_recipe`` raises.
     """
+    if path is None:
+        return build_recipe({}, overrides or [], needed=needed)
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"recipe {path}: no such file")
@@ -655,7 +784,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise ConfigError(
             f"recipe {path}: expected a mapping of sections, got {type(tree).__name__}"
         )
-    return build_recipe(tree, overrides or [], where=f"recipe {path}")
+    return build_recipe(tree, overrides or [], where=f"recipe {path}", needed=needed)
 
 
 def recipe_yaml(recipe: Recipe) -> str:

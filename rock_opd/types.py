@@ -11,6 +11,7 @@ trained.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -45,6 +46,8 @@ class SampleRequest:
     prompt: Prompt
     sample_idx: int
     seed: int
+    banned_ids: tuple[int, ...] = ()
+    """Ids this response may never contain (knockout)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +182,8 @@ class TokenWeights:
     """float32 [N]: inverse of the probability with which the position's loss is measured for the
     registry: 1 for every trained position, 1/audit_share for an audited frozen one, 0 for the
     rest."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the policy wants logged of this step, by metric name."""
 
     @property
     def projected(self) -> np.ndarray:
@@ -255,3 +260,5 @@ class StepResult:
     """Version of the weights after this step."""
     num_empty_batches: int
     """Micro-batches in which every weight was 0; they still took part in every collective."""
+    entropy: np.ndarray | None = None
+    """float32 [N], nats: the student's, over the shared width; only where it was asked for."""

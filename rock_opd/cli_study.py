@@ -1,0 +1,322 @@
+"""The offline commands: ``rock-opd score | rocks | cutoff | evolve | gradients | knockout | study``.
+Parsing and showing, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rock_opd.config import Recipe
+    from rock_opd.tables import Report, Say, Track
+
+PATH = click.Path(path_type=Path)
+
+
+def _options(*options: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply
+
+
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+OUTPUT = click.option("-o", "--output", required=True, type=PATH, help="What to write.")
+ENGINES = _options(
+    click.option(
+        "--recipe", type=PATH, help="Recipe whose settings to use; KEY=VALUE override it."
+    ),
+    click.option("--student", help="Folder or hub id; default: the recipe's."),
+    click.option("--teacher", help="Folder or hub id; default: the recipe's."),
+    click.option("--address", help="Ray cluster to join; otherwise as for train."),
+)
+
+
+def _recipe(
+    path: Path | None, overrides: tuple[str, ...], needed: tuple[str, ...] = (), **keys: Any
+) -> Recipe:
+    """A recipe from a file or from defaults; options given by name win over both."""
+    from rock_opd.config import load_recipe
+    from rock_opd.driver import anchor_paths
+
+    named = [
+        f"{key.replace('__', '.')}={value}" for key, value in keys.items() if value is not None
+    ]
+    return anchor_paths(load_recipe(path, [*overrides, *named], needed=needed), Path.cwd())
+
+
+@contextmanager
+def _watch(what: str) -> Iterator[tuple[Say, Track]]:
+    """Lines and a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+
+        def say(line: str) -> None:
+            bar.console.print(line, markup=False, highlight=False)
+
+        def track(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield say, track
+
+
+def _finish(report: Report, as_json: bool) -> None:
+    if as_json:
+        click.echo(report.to_json())
+        return
+    from rich.console import Console
+
+    report.show(Console())
+
+
+@click.command()
+@OVERRIDES
+@ENGINES
+@click.option("--prompts", type=PATH, help="Prompt file; default: the recipe's data.prompts.")
+@click.option(
+    "--reuse", type=PATH, help="Occurrence file whose responses to score, in place of sampling."
+)
+@OUTPUT
+@JSON
+def score(
+    overrides: tuple[str, ...],
+    recipe: Path | None,
+    student: str | None,
+    teacher: str | None,
+    address: str | None,
+    prompts: Path | None,
+    reuse: Path | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Let the student answer prompts, and write what teacher and student say of every token."""
+    from rock_opd.config import NEEDED
+    from rock_opd.score import score as run
+
+    cfg = _recipe(
+        recipe,
+        overrides,
+        tuple(key for key in NEEDED if reuse is None or key != "data.prompts"),
+        student__model=student,
+        teacher__model=teacher,
+        data__prompts=prompts,
+    )
+    with _watch("score") as (say, track):
+        report = run(cfg, output, reuse=reuse, address=address, say=say, track=track)
+    _finish(report, as_json)
+
+
+@click.command()
+@click.argument("occurrences", type=PATH)
+@OVERRIDES
+@click.option(
+    "--pre", type=PATH, help="The same responses scored by the student before training: gives CCR."
+)
+@click.option("--joint", type=PATH, help="Another student's occurrences: rank by the lesser score.")
+@click.option("--recipe", type=PATH, help="Recipe whose policy and probe settings to use.")
+@click.option("--teacher", help="Model whose embeddings encode contexts; default: the file's.")
+@click.option("--tokenizer", help="Model whose tokenizer decodes ids; default: the file's student.")
+@OUTPUT
+@JSON
+def rocks(
+    occurrences: Path,
+    overrides: tuple[str, ...],
+    pre: Path | None,
+    joint: Path | None,
+    recipe: Path | None,
+    teacher: str | None,
+    tokenizer: str | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Rank the token types of an occurrence file: rocks, matched controls, and why."""
+    from rock_opd.rocks import find_rocks
+
+    cfg = _recipe(recipe, overrides)
+    with _watch("rocks") as (say, track):
+        report = find_rocks(
+            occurrences,
+            output,
+            policy=cfg.policy,
+            probe=cfg.probe,
+            pre=pre,
+            joint=joint,
+            teacher=teacher,
+            tokenizer=tokenizer,
+            seed=cfg.run.seed,
+            say=say,
+            track=track,
+        )
+    _finish(report, as_json)
+
+
+@click.command()
+@click.argument("occurrences", type=PATH)
+@OVERRIDES
+@click.option("--recipe", type=PATH, help="Recipe whose policy settings to use.")
+@OUTPUT
+@JSON
+def cutoff(
+    occurrences: Path,
+    overrides: tuple[str, ...],
+    recipe: Path | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """How many rocks? Coverage of the loss and stability of the list, by K and sample size."""
+    from rock_opd.cutoff import find_cutoff
+
+    cfg = _recipe(recipe, overrides)
+    with _watch("cutoff") as (say, track):
+        report = find_cutoff(
+            occurrences, output, policy=cfg.policy, seed=cfg.run.seed, say=say, track=track
+        )
+    _finish(report, as_json)
+
+
+@click.command()
+@click.argument("early", type=PATH)
+@click.argument("late", type=PATH)
+@click.option("--rocks", "rocks_file", required=True, type=PATH, help="The list from `rocks`.")
+@click.option("--gradients", type=PATH, help="The table from `gradients`, at the early student.")
+@click.option("--seed", default=0, help="Draws the random types.")
+@OUTPUT
+@JSON
+def evolve(
+    early: Path,
+    late: Path,
+    rocks_file: Path,
+    gradients: Path | None,
+    seed: int,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Who stagnates? Loss by type at two checkpoints: rocks, rare high-KL types, random others."""
+    from rock_opd.evolve import compare
+
+    with _watch("evolve") as (say, track):
+        report = compare(
+            early,
+            late,
+            output,
+            rocks=rocks_file,
+            gradients=gradients,
+            seed=seed,
+            say=say,
+            track=track,
+        )
+    _finish(report, as_json)
+
+
+@click.command()
+@click.argument("occurrences", type=PATH)
+@OVERRIDES
+@ENGINES
+@click.option("--rocks", "rocks_file", type=PATH, help="The list from `rocks`: marks the groups.")
+@OUTPUT
+@JSON
+def gradients(
+    occurrences: Path,
+    overrides: tuple[str, ...],
+    recipe: Path | None,
+    student: str | None,
+    teacher: str | None,
+    address: str | None,
+    rocks_file: Path | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Logit gradient of every token type: size, direction, share."""
+    from rock_opd.gradients import measure_gradients
+    from rock_opd.occurrences import read_info
+
+    info = read_info(occurrences)
+    cfg = _recipe(
+        recipe,
+        overrides,
+        student__model=student or (None if recipe else info.student),
+        teacher__model=teacher or (None if recipe else info.teacher),
+    )
+    with _watch("gradients") as (say, track):
+        report = measure_gradients(
+            cfg, occurrences, output, rocks=rocks_file, address=address, say=say, track=track
+        )
+    _finish(report, as_json)
+
+
+@click.command()
+@OVERRIDES
+@click.option(
+    "--candidates", required=True, type=PATH, help="Ids to ban, one at a time (JSON/CSV)."
+)
+@click.option("--task", type=PATH, help="Problems with answers; default: the recipe's.")
+@ENGINES
+@OUTPUT
+@JSON
+def knockout(
+    overrides: tuple[str, ...],
+    candidates: Path,
+    task: Path | None,
+    recipe: Path | None,
+    student: str | None,
+    teacher: str | None,
+    address: str | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Ban one token type at a time while the student solves problems: pillars, stumbling blocks."""
+    from rock_opd.knockout import knock_out
+
+    cfg = _recipe(
+        recipe,
+        overrides,
+        ("student.model",),
+        student__model=student,
+        teacher__model=teacher,
+        eval__problems=task,
+    )
+    with _watch("knockout") as (say, track):
+        report = knock_out(cfg, candidates, output, address=address, say=say, track=track)
+    _finish(report, as_json)
+
+
+@click.command()
+@click.argument("recipe", type=PATH)
+@OVERRIDES
+@click.option("--address", help="Ray cluster to join; otherwise as for train.")
+@OUTPUT
+@JSON
+def study(
+    recipe: Path, overrides: tuple[str, ...], address: str | None, output: Path, as_json: bool
+) -> None:
+    """The whole study of RECIPE's finished run, in one folder: every table, list and figure."""
+    from rock_opd.study import run_study
+
+    cfg = _recipe(recipe, overrides, ("data.prompts", "student.model", "teacher.model"))
+    with _watch("study") as (say, track):
+        report = run_study(cfg, output, address=address, say=say, track=track)
+    _finish(report, as_json)
+
+
+COMMANDS = (score, rocks, cutoff, evolve, gradients, knockout, study)
