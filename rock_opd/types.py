@@ -48,6 +48,9 @@ class SampleRequest:
     seed: int
     banned_ids: tuple[int, ...] = ()
     """Ids this response may never contain (knockout)."""
+    begun: tuple[int, ...] = ()
+    """What the response begins with, given; the rest is sampled and both together keep the length
+    limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from rock_opd.engines.weight_sync import (
     from_wire,
     to_wire,
 )
-from rock_opd.errors import DataError, ModelError, RoleError, SyncError
+from rock_opd.errors import ConfigError, DataError, ModelError, RoleError, SyncError
 from rock_opd.types import Rollout, SampleRequest
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class RolloutEngine:
         stop_token_ids: tuple[int, ...],
         max_model_len: int | None = None,
         can_sleep: bool = False,
+        can_ban: bool = False,
         transfer: str | None = None,
     ) -> None:
         """
@@ -59,6 +60,7 @@ class RolloutEngine:
             stop_token_ids: end a response, and are its last token; nothing else does.
             max_model_len: longest sequence in tokens; None: ``cfg.max_model_len``.
             can_sleep: CUDA only: reserve what ``sleep`` needs.
+            can_ban: requests may have ``banned_ids``; costs a little at every step.
             transfer: backend of vLLM's weight-transfer engine for the device path (see
                 ``weight_sync``); None: weights come in buckets only. nccl and ipc need CUDA and
                 are left out on CPU.
@@ -70,9 +72,14 @@ class RolloutEngine:
         if beyond:
             raise ModelError(f"stop tokens {beyond} are none of the {num_real_ids} ids of {model}")
         more: dict[str, Any] = {"logprobs_mode": "raw_logprobs", "generation_config": "vllm"}
+        processors = []
         if text_config(model).vocab_size > num_real_ids:
-            more["logits_processors"] = ["rock_opd.engines.vllm_worker:RealIdsOnly"]
+            processors.append("rock_opd.engines.vllm_worker:RealIdsOnly")
             more["additional_config"] = {"rock_opd_num_real_ids": num_real_ids}
+        if can_ban:
+            processors.append("rock_opd.engines.vllm_worker:BannedIds")
+        if processors:
+            more["logits_processors"] = processors
         if transfer is not None and (device == "cuda" or transfer not in ("nccl", "ipc")):
             more["weight_transfer_config"] = {"backend": transfer}
         self._llm = start_llm(
@@ -93,6 +100,7 @@ class RolloutEngine:
         self._max_model_len = max_model_len or cfg.max_model_len
         self._num_real_ids = num_real_ids
         self._stop_token_ids = stop_token_ids
+        self._can_ban = can_ban
         self._sleeps = can_sleep and device == "cuda"
         self._asleep = False
         self._version = 0
@@ -121,10 +129,13 @@ class RolloutEngine:
 
         Returns:
             Finish reason "stop": the last token is one of ``stop_token_ids``, as sampled. "length":
-            the limit cut it off, nothing is appended.
+            the limit cut it off, nothing is appended. What a request gives as ``begun`` stands
+            between prompt and sampled tokens, outside ``loss_mask``.
 
         Raises:
-            DataError: a prompt that leaves no room for a response, or with ids that do not exist.
+            DataError: a prompt (with what of the response is given) that leaves no room for a
+                response, or with ids that do not exist; a ban of such ids, or of every id.
+            ConfigError: a ban asked of an engine started without ``can_ban``.
             SyncError: the engine holds half an update, or one that failed, or it sleeps.
         """
         if self._fault is not None:
@@ -135,9 +146,9 @@ class RolloutEngine:
             return []
         rooms = [self._room(request, max_new_tokens) for request in requests]
         outputs = self._llm.generate(
-            [{"prompt_token_ids": r.prompt.token_ids.tolist()} for r in requests],
+            [{"prompt_token_ids": _given(r).tolist()} for r in requests],
             [
-                self._sampling_params(request.seed, temperature, top_p, room)
+                self._sampling_params(request, temperature, top_p, room)
                 for request, room in zip(requests, rooms, strict=True)
             ],
             use_tqdm=False,
@@ -148,31 +159,40 @@ class RolloutEngine:
         ]
 
     def _room(self, request: SampleRequest, max_new_tokens: int) -> int:
-        prompt = request.prompt
-        room = min(max_new_tokens, self._max_model_len - len(prompt.token_ids))
+        prompt, begun = request.prompt, len(request.begun)
+        room = min(max_new_tokens, self._max_model_len - len(prompt.token_ids)) - begun
         if room < 1:
+            given = f" and {begun} of a response" if begun else ""
             raise DataError(
-                f"prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens leave no room for a "
-                f"response within {self._max_model_len}; raise rollout.max_prompt_tokens or leave "
-                "the prompt out"
+                f"prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens{given} leave no room "
+                f"for a response within {self._max_model_len}; raise rollout.max_prompt_tokens or "
+                "leave the prompt out"
             )
-        low, high = int(prompt.token_ids.min()), int(prompt.token_ids.max())
-        if low < 0 or high >= self._num_real_ids:
-            raise DataError(
-                f"prompt {prompt.prompt_id}: ids {low} to {high}, but the student has "
-                f"{self._num_real_ids} ids; was it tokenised for another model?"
+        banned = np.asarray(request.banned_ids, dtype=np.int64)
+        for what, ids in (("", _given(request)), ("banned ", banned)):
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._num_real_ids):
+                raise DataError(
+                    f"prompt {prompt.prompt_id}: {what}ids {ids.min()} to {ids.max()}, but the "
+                    f"student has {self._num_real_ids} ids; was it tokenised for another model?"
+                )
+        if request.banned_ids and not self._can_ban:
+            raise ConfigError(
+                f"prompt {prompt.prompt_id}: {len(request.banned_ids)} banned ids, but this "
+                "rollout engine was started without can_ban"
             )
+        if len(np.unique(banned)) == self._num_real_ids:
+            raise DataError(f"prompt {prompt.prompt_id}: every id is banned, none can be sampled")
         return room
 
     def _sampling_params(
-        self, seed: int, temperature: float, top_p: float, room: int
+        self, request: SampleRequest, temperature: float, top_p: float, room: int
     ) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             n=1,
-            seed=seed,
+            seed=request.seed,
             temperature=temperature,
             top_p=top_p,
             max_tokens=room,
@@ -182,6 +202,9 @@ class RolloutEngine:
             ignore_eos=True,  # else the model's own generation_config adds stop tokens to ours
             stop_token_ids=list(self._stop_token_ids),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"rock_opd_banned_ids": list(request.banned_ids)}
+            if request.banned_ids
+            else None,
             skip_clone=True,
         )
 
@@ -207,20 +230,20 @@ class RolloutEngine:
             f"rollout {name}: sampled an id that does not exist"
         )
 
-        num_prompt = len(prompt.token_ids)
-        loss_mask = np.zeros(num_prompt + len(response), dtype=bool)
-        loss_mask[num_prompt:] = True
+        given = _given(request)
+        loss_mask = np.zeros(len(given) + len(response), dtype=bool)
+        loss_mask[len(given) :] = True
         logprobs = np.full(len(loss_mask), np.nan, dtype=np.float32)
-        logprobs[num_prompt:] = np.asarray(flat.logprobs, dtype=np.float32)[first]
+        logprobs[len(given) :] = np.asarray(flat.logprobs, dtype=np.float32)[first]
         return Rollout(
             prompt_id=prompt.prompt_id,
             sample_idx=request.sample_idx,
-            token_ids=np.concatenate([prompt.token_ids, response]).astype(np.int32),
+            token_ids=np.concatenate([given, response]).astype(np.int32),
             loss_mask=loss_mask,
             logprobs=logprobs,
             finish_reason="stop" if stopped else "length",
             policy_version=self._version,
-            prompt_len=num_prompt,
+            prompt_len=len(prompt.token_ids),
             teacher_id=prompt.teacher_id,
             teacher_prefix_ids=prompt.teacher_prefix_ids,
         )
@@ -371,3 +394,9 @@ class RolloutEngine:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
+
+
+def _given(request: SampleRequest) -> np.ndarray:
+    """int32: what the engine reads: the prompt, and the begun response."""
+    begun = np.asarray(request.begun, dtype=np.int32)
+    return np.concatenate([request.prompt.token_ids, begun]).astype(np.int32)

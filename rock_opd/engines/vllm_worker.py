@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 REAL_IDS_KEY = "rock_opd_num_real_ids"
 """Where ``LLM(additional_config=...)`` carries the number of ids that exist."""
+BANNED_KEY = "rock_opd_banned_ids"
+"""Where ``SamplingParams(extra_args=...)`` carries the ids a response may not contain."""
 
 
 class RealIdsOnly(LogitsProcessorV1, LogitsProcessorV2):
@@ -39,6 +42,60 @@ class RealIdsOnly(LogitsProcessorV1, LogitsProcessorV2):
 
     def update_state(self, batch_update: Any) -> None:
         """Nothing to keep: the cut is the same for every request."""
+
+
+class BannedIds(LogitsProcessorV1, LogitsProcessorV2):
+    """Takes a request's banned ids out of every softmax it samples from.
+
+    Model runner 1 tells of requests by their row in the batch, which moves (``update_state``);
+    runner 2 by a slot that stays (``add_request``), with the slot of every row in ``apply``'s
+    context. Here both are slots; for runner 1, row i is slot i.
+    """
+
+    def __init__(self, vllm_config: Any, *_: Any) -> None:
+        self._num_slots = int(vllm_config.scheduler_config.max_num_seqs)
+        self._banned: dict[int, list[int]] = {}
+        """Slot -> its ids; slots without a ban are absent."""
+        self._table_SK: torch.Tensor | None = None
+        """int64 on the logits' device, -1 in rows of slots without a ban; None: to be made."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        if process_dict_updates(self._banned, batch_update, lambda params, *_: _banned_ids(params)):
+            self._table_SK = None
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        ids = _banned_ids(sampling_params)
+        if ids != self._banned.pop(req_idx, None):
+            self._table_SK = None
+        if ids is not None:
+            self._banned[req_idx] = ids
+        return ids is not None
+
+    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        if not self._banned:
+            return logits
+        if self._table_SK is None:
+            self._table_SK = self._table().to(logits.device)
+        slots = slice(logits.shape[0]) if ctx is None else ctx.expanded_idx_mapping.long()
+        ids_RK = self._table_SK[slots]
+        at_RK = ids_RK.clamp(min=0)
+        kept_RK = logits.gather(1, at_RK)
+        return logits.scatter_(1, at_RK, kept_RK.masked_fill(ids_RK >= 0, -torch.inf))
+
+    def _table(self) -> torch.Tensor:
+        width = max(map(len, self._banned.values()))
+        table = torch.full((self._num_slots, width), -1)
+        for slot, ids in self._banned.items():
+            # A row is filled up with its own first id: writes to one place must not differ.
+            table[slot] = torch.tensor(ids + ids[:1] * (width - len(ids)))
+        return table
+
+
+def _banned_ids(params: Any) -> list[int] | None:
+    return (params.extra_args or {}).get(BANNED_KEY)
 
 
 class WorkerExtension:
