@@ -511,12 +511,23 @@ def start_roles(
 
 
 def start_rollouts(
-    recipe: Recipe, *, model: str, num_real_ids: int, stop_token_ids: tuple[int, ...]
+    recipe: Recipe,
+    *,
+    model: str,
+    num_real_ids: int,
+    stop_token_ids: tuple[int, ...],
+    can_ban: bool = False,
 ) -> tuple[Rollouts, Callable[[], None]]:
-    """Rollout workers alone, for any model; also returns what gives their resources back."""
+    """Rollout workers alone, for any model; also returns what gives their resources back.
+
+    Args:
+        can_ban: requests may have ``banned_ids``.
+    """
     device = resolve_device(recipe)
     placement = Placement(recipe, device, ("rollout",))
-    handles, refs = _spawn_rollouts(placement, recipe, device, model, num_real_ids, stop_token_ids)
+    handles, refs = _spawn_rollouts(
+        placement, recipe, device, model, num_real_ids, stop_token_ids, can_ban=can_ban
+    )
     gather("rollout worker", "start", refs, recipe.run.start_timeout_s)
 
     def release() -> None:
@@ -538,6 +549,8 @@ def _spawn_rollouts(
     model: str,
     num_real_ids: int,
     stop_token_ids: tuple[int, ...],
+    *,
+    can_ban: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Handles of the rollout workers, and what to wait for until their engines are up."""
     handles = _spawn(RolloutWorker, placement.slots("rollout"))
@@ -552,6 +565,7 @@ def _spawn_rollouts(
             threads=recipe.placement.threads,
             max_model_len=recipe.max_model_len,
             can_sleep=placement.shares("rollout"),
+            can_ban=can_ban,
             ipc=recipe.placement.colocate == "all",
         )
         for h in handles

@@ -64,6 +64,7 @@ class RolloutWorker:
         threads: int,
         max_model_len: int,
         can_sleep: bool,
+        can_ban: bool,
         ipc: bool,
     ) -> None:
         """Starts the engine; apart from the constructor, so that our errors come back as they
@@ -81,6 +82,7 @@ class RolloutWorker:
             stop_token_ids=stop_token_ids,
             max_model_len=max_model_len,
             can_sleep=can_sleep,
+            can_ban=can_ban,
             transfer="ipc" if ipc else "nccl",
         )
 
