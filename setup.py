@@ -34,6 +34,7 @@ setup(
         "torch>=2.8",
         "numpy>=1.26",
         "scipy>=1.11",
+        "matplotlib>=3.8",
         "omegaconf>=2.3,<2.5",
         "pyarrow>=19",
         "click>=8.1",

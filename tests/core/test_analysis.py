@@ -1,13 +1,36 @@
-"""The paired bootstrap against its own definition, and its edges."""
+"""Statistics of a study against numbers worked out by hand, definitions written out, and edges."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy import stats as scipy_stats
 
-from rock_opd.core.analysis import paired_bootstrap_change
+from rock_opd.core.analysis import (
+    MIN_SIGNED_RANKS,
+    LossHistogram,
+    PromptStats,
+    coverage,
+    group_change,
+    holm,
+    jaccard,
+    knockout_counts,
+    knockout_table,
+    output_shares,
+    paired_bootstrap_change,
+    rank_correlation,
+    recommend_k,
+    spearman_on_union,
+    stability,
+    stagnation_groups,
+    type_means,
+)
+from rock_opd.core.registry import TokenStats
+from rock_opd.errors import NumericsError
 
 
 def test_means_are_ratios_of_sums_over_all_tokens():
@@ -84,3 +107,420 @@ def test_numbers_that_cannot_be_averaged_are_refused():
         paired_bootstrap_change([math.nan], [1.0], [1], seed=0)
     with pytest.raises(ValueError, match="at least 0"):
         paired_bootstrap_change([1.0], [1.0], [-1], seed=0)
+
+
+def test_coverage_is_the_running_share_of_all_loss_also_of_types_that_are_not_ranked():
+    loss_sum = np.array([1.0, 4.0, 2.0, 3.0])
+    assert coverage(np.array([1, 3]), loss_sum) == pytest.approx([0.4, 0.7])
+    assert np.isnan(coverage(np.array([1, 3]), np.zeros(4))).all()
+    assert len(coverage(np.array([], np.int32), loss_sum)) == 0
+
+
+def test_jaccard_is_shared_over_all():
+    assert jaccard([1, 2, 3], [2, 3, 4]) == pytest.approx(2 / 4)
+    assert jaccard([1], [2]) == 0.0
+    assert math.isnan(jaccard([], []))
+
+
+def test_spearman_ranks_a_missing_type_behind_the_last():
+    """[1 2 3] against [2 1 4]: ranks (1 2 3 4) and (2 1 4 3) over types 1 2 3 4; 1 - 6*4/60."""
+    assert spearman_on_union([1, 2, 3], [2, 1, 4]) == pytest.approx(0.6)
+    assert spearman_on_union([5, 6, 7], [5, 6, 7]) == pytest.approx(1.0)
+    assert spearman_on_union([1, 2], [3, 4]) == pytest.approx(
+        scipy_stats.pearsonr([1, 2, 3.5, 3.5], [3.5, 3.5, 1, 2]).statistic
+    )
+
+
+def test_spearman_of_lists_without_an_order_is_unknown():
+    assert math.isnan(spearman_on_union([1], [1]))
+    assert math.isnan(spearman_on_union([], []))
+    assert math.isnan(spearman_on_union([], [1, 2]))
+
+
+def test_rank_correlation_leaves_out_unknown_pairs_and_refuses_constants():
+    assert rank_correlation([1, 2, np.nan, 3], [10, 20, 0, 30]) == pytest.approx(1.0)
+    assert math.isnan(rank_correlation([1, 2, 3], [5, 5, 5]))
+    assert math.isnan(rank_correlation([1, np.nan], [1, 2]))
+
+
+def rows(num: int, num_types: int, num_prompts: int, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "prompt": rng.integers(0, num_prompts, num),
+        "token_ids": rng.integers(0, num_types, num),
+        "loss": rng.exponential(size=num).astype(np.float32),
+        "measure": rng.choice([0, 1, 50], num).astype(np.float32),
+        "logratio": rng.normal(size=num).astype(np.float32),
+    }
+
+
+def test_statistics_by_prompt_add_up_to_those_of_the_chosen_prompts_rows():
+    data = rows(500, 20, 7, seed=0)
+    first = PromptStats.from_rows(**{k: v[:200] for k, v in data.items()}, num_types=20)
+    rest = PromptStats.from_rows(**{k: v[200:] for k, v in data.items()}, num_types=20)
+    both = PromptStats.concatenate([first, rest])
+    chosen = np.isin(data.pop("prompt"), [1, 4, 6])
+    want = TokenStats.from_rows(**{k: v[chosen] for k, v in data.items()}, num_types=20)
+    got = both.of(np.array([6, 1, 4]))
+    assert both.num_prompts == 7
+    assert np.array_equal(got.count, want.count)
+    for column in ("measured", "loss_sum", "loss_sumsq", "logratio_sum"):
+        assert getattr(got, column) == pytest.approx(getattr(want, column), rel=1e-12)
+
+
+def test_a_measured_position_without_a_finite_loss_is_named():
+    data = rows(5, 4, 2, seed=0)
+    data["measure"][:], data["loss"][3] = 1, np.nan
+    with pytest.raises(NumericsError, match=f"token {data['token_ids'][3]}, loss nan"):
+        PromptStats.from_rows(**data, num_types=4)
+
+
+def by_loss(sums: TokenStats) -> np.ndarray:
+    ids = np.flatnonzero(sums.loss_sum > 0)
+    return ids[np.lexsort((ids, -sums.loss_sum[ids]))]
+
+
+def test_prompts_that_all_say_the_same_are_stable_at_every_size():
+    """Each of 8 prompts holds types 0, 1, 2 once with losses 3, 2, 1."""
+    prompts = PromptStats.from_rows(
+        np.repeat(np.arange(8), 3),
+        np.tile([0, 1, 2], 8),
+        np.tile([3.0, 2.0, 1.0], 8),
+        np.ones(24),
+        np.zeros(24),
+        num_types=5,
+    )
+    got = stability(prompts, by_loss, sizes=[1, 4], cuts=[1, 2, 3], num_repeats=3, seed=0)
+    assert (got.jaccard == 1).all()
+    assert np.isnan(got.spearman[:, 0]).all()
+    assert got.spearman[:, 1:] == pytest.approx(1.0)
+    assert (got.jaccard_low == got.jaccard_high).all()
+
+
+def test_stability_of_one_prompt_out_of_two_is_one_of_two_outcomes():
+    """Prompt 0 alone ranks [0], prompt 1 alone [1], both [1, 0]: top 1 agrees half of the time."""
+    prompts = PromptStats.from_rows(
+        np.array([0, 1]),
+        np.array([0, 1]),
+        np.array([1.0, 2.0]),
+        np.ones(2),
+        np.zeros(2),
+        num_types=2,
+    )
+    got = stability(prompts, by_loss, sizes=[1], cuts=[1, 2], num_repeats=200, seed=1)
+    assert got.jaccard[0, 0] == pytest.approx(0.5, abs=0.1)
+    assert got.jaccard[0, 1] == 0.5
+    assert (got.jaccard_low[0, 0], got.jaccard_high[0, 0]) == (0.0, 1.0)
+
+
+def test_sub_samples_are_whole_prompts_nested_and_seeded():
+    """Type p stands in prompt p alone, so the types a sample ranks are its prompts."""
+    prompts = PromptStats.from_rows(
+        np.arange(6), np.arange(6), np.arange(1.0, 7), np.ones(6), np.zeros(6), num_types=6
+    )
+    seen: list[frozenset[int]] = []
+
+    def rank(sums: TokenStats) -> np.ndarray:
+        seen.append(frozenset(np.flatnonzero(sums.count).tolist()))
+        return by_loss(sums)
+
+    stability(prompts, rank, sizes=[1, 3, 6], cuts=[2], num_repeats=5, seed=0)
+    assert seen[0] == set(range(6))
+    draws = [seen[i : i + 3] for i in range(1, len(seen), 3)]
+    assert all([len(s) for s in draw] == [1, 3, 6] for draw in draws)
+    assert all(draw[0] < draw[1] < draw[2] for draw in draws)
+    assert len({draw[1] for draw in draws}) > 1
+    first = list(seen)
+    seen.clear()
+    stability(prompts, rank, sizes=[1, 3, 6], cuts=[2], num_repeats=5, seed=0)
+    assert seen == first
+
+
+def test_sample_sizes_beyond_the_prompts_are_refused():
+    data = rows(20, 4, 3, seed=0)
+    prompts = PromptStats.from_rows(**data, num_types=4)
+    with pytest.raises(ValueError, match=r"\[1, 3\]"):
+        stability(prompts, by_loss, sizes=[4], cuts=[1], seed=0)
+
+
+def test_the_smallest_k_that_is_enough_and_stable_is_recommended():
+    got = recommend_k([10, 50, 100, 200], [0.3, 0.6, 0.7, 0.8], [0.9, 0.6, 0.75, 0.9])
+    assert (got.k, got.met_coverage, got.met_stability) == (100, True, True)
+    assert "smallest K" in got.reason
+
+
+def test_without_a_stable_k_the_most_stable_of_those_that_carry_enough_is_taken():
+    got = recommend_k([10, 50, 100], [0.3, 0.6, 0.7], [0.9, 0.5, 0.6])
+    assert (got.k, got.met_coverage, got.met_stability) == (100, True, False)
+    assert "no K reaches both" in got.reason
+
+
+def test_without_enough_coverage_the_most_stable_of_all_is_taken_the_smaller_on_a_tie():
+    got = recommend_k([10, 50, 100], [0.1, 0.2, 0.3], [0.8, 0.9, 0.9])
+    assert (got.k, got.met_coverage, got.met_stability) == (50, False, True)
+    assert "no K reaches 60%" in got.reason
+    unknown = recommend_k([10], [np.nan], [np.nan])
+    assert (unknown.k, unknown.met_coverage, unknown.met_stability) == (10, False, False)
+    assert "Jaccard unknown" in unknown.reason
+
+
+def test_a_histogram_gives_weighted_quantiles_within_its_bins():
+    rng = np.random.default_rng(3)
+    loss, weight = rng.exponential(0.3, 20_000), rng.choice([1.0, 50.0], 20_000)
+    histogram = LossHistogram()
+    for part in np.array_split(np.arange(20_000), 7):
+        histogram.add(loss[part], weight[part])
+    order = np.argsort(loss)
+    running = np.cumsum(weight[order])
+    for q in (0.1, 0.5, 0.95):
+        exact = loss[order][np.searchsorted(running, q * running[-1])]
+        assert histogram.quantile(q) == pytest.approx(exact, rel=0.007)
+
+
+def test_a_histogram_counts_what_lies_outside_at_its_edges():
+    histogram = LossHistogram()
+    assert math.isnan(histogram.quantile(0.5))
+    histogram.add(np.array([-1.0, 0.0, 0.0, 5e6]), np.ones(4))
+    assert histogram.quantile(0.5) == pytest.approx(1e-8, rel=0.007)
+    assert histogram.quantile(1.0) == pytest.approx(1e3)
+
+
+def test_shares_of_each_response_by_hand():
+    """Type 1 is a rock. Response 0: rock .3, other .9 (an event), other .1, other not measured.
+    Response 1: one rock whose loss stands for 50 like it. Response 2: no loss at all."""
+    got = output_shares(
+        np.array([0, 0, 0, 0, 1, 2]),
+        np.array([1, 0, 2, 0, 1, 2]),
+        np.array([0.3, 0.9, 0.1, np.nan, 0.8, 0.0]),
+        np.array([1, 1, 1, 0, 50, 1]),
+        np.array([False, True, False]),
+        high=0.5,
+    )
+    assert got["rock_share"].tolist() == [0.25, 1.0, 0.0]
+    assert got["rock_loss_share"][:2] == pytest.approx([0.3 / 1.3, 1.0])
+    assert math.isnan(got["rock_loss_share"][2])
+    assert got["other_high_share"] == pytest.approx([1 / 3, 0.0, 0.0])
+
+
+def stats_of(count: list[float], mean: list[float]) -> TokenStats:
+    """Every occurrence measured, with the mean as its loss."""
+    ids = np.repeat(np.arange(len(count)), np.array(count, int))
+    loss = np.repeat(mean, np.array(count, int))
+    return TokenStats.from_rows(ids, loss, np.ones(len(ids)), loss, num_types=len(count))
+
+
+def test_rare_high_types_are_the_highest_at_the_chosen_checkpoint_and_no_rocks():
+    early = stats_of([9, 9, 4, 4, 4, 1, 4], [0.9, 0.8, 3.0, 1.0, 2.0, 9.0, 0.1])
+    late = stats_of([9, 9, 4, 4, 4, 4, 4], [0.9, 0.8, 1.0, 2.0, 0.5, 9.0, 0.1])
+    kwargs = {"rocks": [1, 0], "num_high": 2, "num_random": 5, "seed": 0}
+    at_late = stagnation_groups(early, late, **kwargs)
+    at_early = stagnation_groups(early, late, **kwargs, high_at="early")
+    assert at_late["rare_high"].tolist() == [3, 2]
+    assert at_early["rare_high"].tolist() == [2, 4]
+    assert at_late["rocks"].tolist() == [1, 0]
+    assert at_late["random"].tolist() == [4, 6]  # type 5 is seen once at the early checkpoint
+
+
+def test_random_types_are_seeded_and_none_stands_in_two_groups():
+    rng = np.random.default_rng(0)
+    early = stats_of(rng.integers(0, 6, 400).tolist(), rng.random(400).tolist())
+    late = stats_of(rng.integers(0, 6, 400).tolist(), rng.random(400).tolist())
+    rocks = np.arange(0, 400, 10)
+    draw = lambda seed: stagnation_groups(early, late, rocks, num_random=50, seed=seed)  # noqa: E731
+    groups = draw(1)
+    assert np.array_equal(groups["random"], draw(1)["random"])
+    assert not np.array_equal(groups["random"], draw(2)["random"])
+    for a, b in itertools.combinations(groups.values(), 2):
+        assert not set(a.tolist()) & set(b.tolist())
+    assert len(groups["random"]) == 50
+    assert all((np.minimum(early.count, late.count)[ids] >= 2).all() for ids in groups.values())
+
+
+def test_choosing_at_one_checkpoint_regresses_to_the_mean_at_the_other():
+    """Nothing changes but noise: chosen early types seem to fall, chosen late to rise."""
+    rng = np.random.default_rng(5)
+    early, late = (stats_of([3] * 1000, rng.exponential(size=1000).tolist()) for _ in range(2))
+    for high_at, sign in (("early", -1), ("late", 1)):
+        ids = stagnation_groups(early, late, [], high_at=high_at, seed=0)["rare_high"]
+        got = group_change(type_means(early)[ids], type_means(late)[ids])
+        assert sign * got.median_change > 1.0
+        assert got.wilcoxon_p < 1e-8
+
+
+def test_a_groups_change_by_hand():
+    got = group_change([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, np.nan], [0.9, 1.8, 2.7, 3.6, 5.5, 6.0, 1.0])
+    assert got.num_types == 6
+    assert (got.median_early, got.median_late) == pytest.approx((3.5, 3.15))
+    assert got.median_change == pytest.approx(-0.15)
+    assert got.mean_change == pytest.approx(-0.5 / 6)
+    assert got.share_fell == pytest.approx(4 / 6)
+    assert math.isnan(got.wilcoxon_p)  # five changes are not 0
+
+
+def test_the_signed_rank_test_counts_all_sign_patterns():
+    """Changes -1 .. -5 and +6: rank sum of the rarer sign 6; of 64 patterns 14 have a sum <= 6."""
+    early = np.zeros(6)
+    late = np.array([-1.0, -2, -3, -4, -5, 6])
+    ranks = np.arange(1, 7)
+    sums = [
+        sum(r for r, up in zip(ranks, ups, strict=True) if up)
+        for ups in itertools.product([0, 1], repeat=6)
+    ]
+    exact = 2 * np.mean(np.array(sums) <= 6)
+    assert group_change(early, late).wilcoxon_p == pytest.approx(exact)
+    assert MIN_SIGNED_RANKS == 6
+    all_down = group_change(early, -np.abs(late))
+    assert all_down.wilcoxon_p == pytest.approx(2 / 64)
+
+
+def test_groups_without_types_or_without_change_have_no_p():
+    empty = group_change([], [])
+    assert empty.num_types == 0
+    assert math.isnan(empty.median_early)
+    still = group_change(np.ones(20), np.ones(20))
+    assert math.isnan(still.wilcoxon_p)
+    assert still.share_fell == 0
+
+
+def test_knockout_deltas_and_verdicts_by_hand():
+    """200 problems of which 100 are solved; banning breaks 20, repairs 20, or does nothing."""
+    base = np.repeat([1.0, 0.0], 100)
+    breaks, repairs = base.copy(), base.copy()
+    breaks[:20], repairs[-20:] = 0.0, 1.0
+    table = knockout_table(base, np.stack([breaks, repairs, base]), seed=0)
+    assert table["delta"] == pytest.approx([-0.1, 0.1, 0.0])
+    assert table["verdict"].tolist() == ["pillar", "stumbling block", "neutral"]
+    assert table["p"].tolist() == pytest.approx([2 / 10_001, 2 / 10_001, 1.0])
+    assert table["num_changed"].tolist() == [20, 20, 0]
+    assert (table["base_accuracy"] == 0.5).all()
+    assert table["delta_low"][2] == table["delta_high"][2] == 0
+    assert table["p_holm"] == pytest.approx([6 / 10_001, 6 / 10_001, 1.0])
+    assert table["p_bh"] == pytest.approx([3 / 10_001, 3 / 10_001, 1.0])
+
+
+def test_the_margin_is_inclusive_and_a_smaller_change_is_neutral_however_sure():
+    """Two of 200 problems are 1 %; with 400 problems 2 are 0.5 %."""
+    for num, verdict in ((200, "pillar"), (400, "neutral")):
+        base = np.ones(num)
+        knocked = np.ones(num)
+        knocked[:2] = 0.0
+        table = knockout_table(base, knocked[None], alpha=0.5, seed=0)
+        assert table["delta"][0] == pytest.approx(-2 / num)
+        assert table["verdict"].tolist() == [verdict]
+
+
+def test_interval_and_p_equal_a_bootstrap_written_out():
+    rng = np.random.default_rng(7)
+    base = rng.random(60).round(1)
+    knocked = np.clip(base + rng.normal(-0.04, 0.2, (3, 60)), 0, 1)
+    got = knockout_table(base, knocked, num_resamples=20_000, seed=1)
+    draws = np.random.default_rng(99).integers(0, 60, (20_000, 60))
+    for c in range(3):
+        deltas = (knocked[c] - base)[draws].mean(1)
+        bounds = got["delta_low"][c], got["delta_high"][c]
+        assert bounds == pytest.approx(np.quantile(deltas, [0.025, 0.975]), abs=0.004)
+        p = 2 * min((deltas <= 0).mean(), (deltas >= 0).mean())
+        assert got["p"][c] == pytest.approx(min(p, 1), abs=0.01)
+
+
+def test_all_candidates_share_one_set_of_resamples_whoever_stands_beside_them():
+    rng = np.random.default_rng(8)
+    base, knocked = rng.random(30), rng.random((900, 30))
+    together = knockout_table(base, knocked, num_resamples=10_000, seed=5)
+    alone = knockout_table(base, knocked[-1:], num_resamples=10_000, seed=5)
+    for name in ("delta", "delta_low", "delta_high", "p"):
+        assert together[name][-1] == pytest.approx(alone[name][0])
+
+
+def test_under_the_null_about_one_in_twenty_is_called_significant():
+    """A fifth of the problems, half of them solved before, is answered anew by a fair coin."""
+    rng = np.random.default_rng(9)
+    base = np.repeat([1.0, 0.0], 75)
+    anew = rng.random((400, 150)) < 0.2
+    knocked = np.where(anew, rng.random((400, 150)) < 0.5, base)
+    table = knockout_table(base, knocked, num_resamples=2_000, seed=0)
+    assert 0.02 <= (table["p"] < 0.05).mean() <= 0.09
+    assert table["p_holm"].min() > 0.05
+
+
+def test_problems_that_were_not_run_are_left_out_of_both_sides():
+    base = np.array([1.0, 0.0, 1.0, np.nan])
+    knocked = np.array([[0.0, np.nan, 1.0, 1.0]])
+    table = knockout_table(base, knocked, seed=0)
+    assert table["num_problems"].tolist() == [2]
+    assert table["base_accuracy"].tolist() == [1.0]
+    assert table["delta"].tolist() == [-0.5]
+    assert (table["delta_low"][0], table["delta_high"][0]) == (-1.0, 0.0)
+
+
+def test_zero_base_accuracy_or_too_few_problems_leave_delta_undefined():
+    base = np.array([0.0, 0.0, 1.0])
+    knocked = np.array([[1.0, 0, np.nan], [np.nan] * 3, [np.nan, np.nan, 0.0], [0.0, 0.0, 1.0]])
+    table = knockout_table(base, knocked, seed=0)
+    assert table["verdict"].tolist() == ["undefined"] * 3 + ["neutral"]
+    for name in ("delta", "delta_low", "delta_high", "p", "p_bh", "p_holm"):
+        assert np.isnan(table[name][:3]).all()
+        assert np.isfinite(table[name][3])
+    assert table["p_holm"][3] == table["p"][3]  # the undefined are no tests
+
+
+def test_accuracies_outside_their_range_or_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match="lie in"):
+        knockout_table(np.array([1.0, 2.0]), np.ones((1, 2)), seed=0)
+    with pytest.raises(ValueError, match="expected base"):
+        knockout_table(np.ones(3), np.ones((1, 2)), seed=0)
+    none = knockout_table(np.ones(3), np.ones((0, 3)), seed=0)
+    assert all(len(column) == 0 for column in none.values())
+
+
+def rejected_by_holm(p: np.ndarray, alpha: float) -> set[int]:
+    """Step down: reject the smallest p while it is at most alpha over the tests that are left."""
+    rejected: set[int] = set()
+    for rank, i in enumerate(np.argsort(p, kind="stable").tolist()):
+        if p[i] > alpha / (len(p) - rank):
+            break
+        rejected.add(i)
+    return rejected
+
+
+def rejected_by_bh(p: np.ndarray, alpha: float) -> set[int]:
+    """Step up: reject the k smallest for the largest k with p_(k) <= alpha k / m."""
+    order = np.argsort(p, kind="stable")
+    last = max(
+        (k for k in range(1, len(p) + 1) if p[order[k - 1]] <= alpha * k / len(p)), default=0
+    )
+    return set(order[:last].tolist())
+
+
+@pytest.mark.parametrize(
+    ("adjust", "procedure"),
+    [(holm, rejected_by_holm), (scipy_stats.false_discovery_control, rejected_by_bh)],
+)
+def test_adjusted_p_reject_what_the_procedure_rejects_at_every_level(
+    adjust: Callable[[np.ndarray], np.ndarray],
+    procedure: Callable[[np.ndarray, float], set[int]],
+):
+    rng = np.random.default_rng(11)
+    for _ in range(50):
+        p = np.round(rng.beta(0.4, 2, size=rng.integers(1, 12)), 3)
+        for alpha in (0.0107, 0.0513, 0.2041):
+            got = set(np.flatnonzero(adjust(p) <= alpha).tolist())
+            assert got == procedure(p, alpha)
+
+
+def test_counts_say_how_many_survive_each_correction():
+    table = {
+        "verdict": np.array(["pillar", "pillar", "stumbling block", "neutral", "undefined"]),
+        "p_bh": np.array([0.01, 0.04, 0.06, 0.9, np.nan]),
+        "p_holm": np.array([0.02, 0.08, 0.20, 1.0, np.nan]),
+    }
+    assert knockout_counts(table) == {
+        "pillars": 2,
+        "pillars_bh": 2,
+        "pillars_holm": 1,
+        "stumbling_blocks": 1,
+        "stumbling_blocks_bh": 0,
+        "stumbling_blocks_holm": 0,
+        "neutral": 1,
+        "undefined": 1,
+    }
