@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,13 @@ def _options(*options: Callable[..., Any]) -> Callable[..., Any]:
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 OUTPUT = click.option("-o", "--output", required=True, type=PATH, help="What to write.")
-ENGINES = _options(
-    click.option(
-        "--recipe", type=PATH, help="Recipe whose settings to use; KEY=VALUE override it."
-    ),
-    click.option("--student", help="Folder or hub id; default: the recipe's."),
-    click.option("--teacher", help="Folder or hub id; default: the recipe's."),
-    click.option("--address", help="Ray cluster to join; otherwise as for train."),
+RECIPE = click.option(
+    "--recipe", type=PATH, help="Recipe whose settings to use; KEY=VALUE override it."
 )
+STUDENT = click.option("--student", help="Folder or hub id; default: the recipe's.")
+TEACHER = click.option("--teacher", help="Folder or hub id; default: the recipe's.")
+ADDRESS = click.option("--address", help="Ray cluster to join; otherwise as for train.")
+ENGINES = _options(RECIPE, STUDENT, TEACHER, ADDRESS)
 
 
 def _recipe(
@@ -50,6 +50,15 @@ def _recipe(
         f"{key.replace('__', '.')}={value}" for key, value in keys.items() if value is not None
     ]
     return anchor_paths(load_recipe(path, [*overrides, *named], needed=needed), Path.cwd())
+
+
+def _gives(path: Path | None, overrides: tuple[str, ...], key: str) -> bool:
+    """Whether the recipe's file or an override names a key; both must be readable."""
+    from omegaconf import OmegaConf
+
+    layers = [OmegaConf.load(path)] if path is not None else []
+    tree = OmegaConf.merge(*layers, OmegaConf.from_dotlist([*overrides]))
+    return OmegaConf.select(tree, key) is not None
 
 
 @contextmanager
@@ -271,16 +280,21 @@ def gradients(
     "--candidates", required=True, type=PATH, help="Ids to ban, one at a time (JSON/CSV)."
 )
 @click.option("--task", type=PATH, help="Problems with answers; default: the recipe's.")
-@ENGINES
+@click.option(
+    "--regenerate", is_flag=True, help="Generate every answer whole, also what a ban cannot change."
+)
+@RECIPE
+@STUDENT
+@ADDRESS
 @OUTPUT
 @JSON
 def knockout(
     overrides: tuple[str, ...],
     candidates: Path,
     task: Path | None,
+    regenerate: bool,
     recipe: Path | None,
     student: str | None,
-    teacher: str | None,
     address: str | None,
     output: Path,
     as_json: bool,
@@ -293,11 +307,20 @@ def knockout(
         overrides,
         ("student.model",),
         student__model=student,
-        teacher__model=teacher,
         eval__problems=task,
     )
+    if not _gives(recipe, overrides, "eval.temperature"):  # greedy: nothing but the ban is new
+        cfg = replace(cfg, eval=replace(cfg.eval, temperature=0.0))
     with _watch("knockout") as (say, track):
-        report = knock_out(cfg, candidates, output, address=address, say=say, track=track)
+        report = knock_out(
+            cfg,
+            candidates,
+            output,
+            reuse=not regenerate,
+            address=address,
+            say=say,
+            track=track,
+        )
     _finish(report, as_json)
 
 
