@@ -1,0 +1,91 @@
+"""What the registry costs, measured: `rock-opd bench registry`."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from rock_opd.core.policies import audit_rng, make_policy
+from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.tables import Report
+from rock_opd.types import StepSignals
+
+
+def bench_registry(*, num_types: int, num_positions: int, repeats: int, seed: int) -> Report:
+    """Seconds of each part of a step that grows with positions or vocabulary, on random data.
+
+    Token ids follow Zipf's law, losses are exponential; every position is measured. The step's
+    arrays stand in memory already, as they do in the coordinator.
+
+    Args:
+        num_types: V.
+        num_positions: sampled positions of one step.
+        repeats: the least time of so many is reported.
+        seed: draws the data.
+    """
+    rng = np.random.default_rng(seed)
+    share = 1.0 / np.arange(1, num_types + 1)
+    ids = rng.choice(num_types, num_positions, p=share / share.sum()).astype(np.int32)
+    loss = rng.exponential(0.3, num_positions).astype(np.float32)
+    logratio = rng.normal(0.3, 1.0, num_positions).astype(np.float32)
+    measure = np.ones(num_positions, np.float32)
+    rows_each = 8192
+    signals = StepSignals(
+        token_ids=ids,
+        rollout_idx=(np.arange(num_positions) // rows_each).astype(np.int32),
+        position=(np.arange(num_positions) % rows_each).astype(np.int32),
+        student_logprobs=np.zeros(num_positions, np.float32),
+        teacher_logprobs=-logratio,
+        teacher_entropy=None,
+    )
+    registry = Registry(num_types, decay=0.99)
+    stats = TokenStats.from_rows(ids, loss, measure, logratio, num_types=num_types)
+    registry.update(stats)
+    plain = make_policy("rock_freeze", warmup_steps=1, refresh_every=1, top_k=100)
+    plain.refresh(2, registry)
+    windows = make_policy(
+        "rock_freeze", warmup_steps=1, refresh_every=1, top_k=100, window_radius=4
+    )
+    windows.refresh(2, registry)
+
+    def refresh() -> None:
+        fresh = make_policy("rock_freeze", warmup_steps=1, refresh_every=1, top_k=100)
+        fresh.refresh(registry.num_updates + 1, registry)
+
+    parts: dict[str, Callable[[], object]] = {
+        "sums by type": lambda: TokenStats.from_rows(
+            ids, loss, measure, logratio, num_types=num_types
+        ),
+        "merge into the registry": lambda: registry.update(stats),
+        "choose the rocks": refresh,
+        "weights by type": lambda: plain.weights(signals, plain.mask, rng=audit_rng(0, 2)),
+        "weights with windows": lambda: windows.weights(signals, windows.mask, rng=audit_rng(0, 2)),
+    }
+    seconds = {name: _least(run, repeats) for name, run in parts.items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Report(
+        title="seconds per step",
+        facts={
+            "num_types": num_types,
+            "num_positions": num_positions,
+            "seconds": seconds,
+            "peak_rss_bytes": peak,
+        },
+        lines=[
+            f"{num_positions:,} positions, {num_types:,} types, one process; peak memory "
+            f"{peak / 2**30:.1f} GiB, this benchmark's own data included"
+        ],
+        table={"part": list(seconds), "seconds": list(seconds.values())},
+    )
+
+
+def _least(run: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)
