@@ -271,7 +271,7 @@ def test_over_many_seeds_the_estimate_is_unbiased_where_a_subsampled_rho_would_n
     assert all(s.judged[9] == 9 and s.num_pairs == 9 * 60 for s in seeds)
     kept = np.array([s.kept[9] for s in seeds])
     error = kept.std() / math.sqrt(len(kept))
-    assert 0 < error < 0.3 and abs(kept.mean() - truth) < 3 * error
+    assert 0 < error < 0.5 and abs(kept.mean() - truth) < 3 * error
 
     kinds = np.array([(0, 0, 0, 1, 1, 2)[n % 6] for n in range(61)])
     biased = []
