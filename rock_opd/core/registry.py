@@ -1,9 +1,10 @@
-"""Streaming statistics of token types, and which types are rocks. numpy float64, O(V) memory.
+"""Streaming statistics of token types. numpy float64, O(V) memory.
 
 One estimator ranks, freezes and thaws: the loss the student ranks measure (full reverse KL where
 the payload allows it). The sampled log-ratio is kept in a column of its own and never mixed in:
-given x_t = v its mean is another quantity. No clock, no files, no global randomness; ties go to the
-smaller id, so the same stream always gives the same rocks, online or offline.
+given x_t = v its mean is another quantity. No clock, no files, no randomness: the same stream
+always gives the same statistics, online or offline. Which types are rocks is ``selection``'s to
+say.
 
 A *type* v is a vocabulary id, an *occurrence* a sampled position with x_t = v. Shape letters: ``V``
 types, ``N`` positions of a step laid flat.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
+from rock_opd.core import selection
 from rock_opd.errors import DataError, NumericsError
 
 
@@ -30,8 +33,12 @@ class TokenStats:
 
     count: np.ndarray
     """float64 [V]: occurrences, exact."""
+    rows: np.ndarray
+    """float64 [V]: measured occurrences, each counted once."""
     measured: np.ndarray
     """float64 [V]: sum of the inverse probabilities of the measured ones; estimates ``count``."""
+    measured_sumsq: np.ndarray
+    """float64 [V]: sum of their squares."""
     loss_sum: np.ndarray
     """float64 [V], nats: weighted likewise."""
     loss_sumsq: np.ndarray
@@ -90,10 +97,23 @@ class TokenStats:
 
         return cls(
             count=total(token_ids),
+            rows=total(row_ids),
             measured=total(row_ids, row_measure),
+            measured_sumsq=total(row_ids, row_measure**2),
             loss_sum=total(row_ids, row_measure * row_loss),
             loss_sumsq=total(row_ids, row_measure * row_loss**2),
             logratio_sum=total(token_ids, logratio),
+        )
+
+    @property
+    def effective_rows(self) -> np.ndarray:
+        """float64 [V]: (sum w)^2 / sum w^2 (Kish), the number of equally weighted rows that tell as
+        much; equal to ``rows`` where all were measured with one probability, 0 without any."""
+        return np.divide(
+            self.measured**2,
+            self.measured_sumsq,
+            out=np.zeros(len(self.count)),
+            where=self.measured_sumsq > 0,
         )
 
     def __add__(self, other: TokenStats) -> TokenStats:
@@ -131,6 +151,15 @@ class Registry:
         self.decay = decay
         self.num_updates = 0
         self.stats = TokenStats.empty(num_types)
+        self.ccr: np.ndarray | None = None
+        """float64 [V]: the latest context consistency of every type; None until known."""
+
+    def set_context(self, ccr: np.ndarray) -> None:
+        """Takes over a new CCR (``context.context_consistency``), float [V]."""
+        ccr = np.array(ccr, np.float64)
+        if ccr.shape != (self.num_types,):
+            raise ValueError(f"CCR of shape {list(ccr.shape)}, expected [{self.num_types}]")
+        self.ccr = ccr
 
     def update(self, stats: TokenStats) -> None:
         """Takes in one step, of which ``stats`` holds every position (merged over ranks)."""
@@ -139,143 +168,69 @@ class Registry:
 
     def mean_loss(self) -> np.ndarray:
         """float64 [V], nats per occurrence; NaN for types that were never measured."""
-        measured = self.stats.measured
-        return np.divide(
-            self.stats.loss_sum, measured, out=np.full(self.num_types, np.nan), where=measured > 0
-        )
+        return self.score("mean")
 
-    def score(self) -> np.ndarray:
-        """float64 [V]: the Rock Score R(v) = mean loss x occurrences (paper, section 2), in nats.
-
-        The paper's freq(v) is this count over the total, which ranks the same. 0 if never measured.
-        """
-        return np.nan_to_num(self.mean_loss(), nan=0.0) * self.stats.count
+    def score(self, name: str = "rock", *, alpha: float = 0.05) -> np.ndarray:
+        """float64 [V]: ``selection.type_score`` of what is known; NaN where that is unknown."""
+        return selection.type_score(name, self.stats, alpha=alpha, ccr=self.ccr)
 
     def most_frequent(self, num: int) -> np.ndarray:
         """int64 [<= num]: the seen types with the highest count."""
-        order = np.lexsort((np.arange(self.num_types), -self.stats.count))[:num]
-        return order[self.stats.count[order] > 0]
-
-    def select_rocks(
-        self,
-        *,
-        top_k: int,
-        drop_most_frequent: int = 0,
-        min_count: float = 1,
-        never: Sequence[int] | np.ndarray = (),
-    ) -> np.ndarray:
-        """The ``top_k`` types of highest score, int32 [F <= top_k], highest first.
-
-        Args:
-            drop_most_frequent: that many most frequent types are taken out before ranking.
-            min_count: occurrences a type needs (after decay).
-            never: types that are not to be frozen whatever they score.
-
-        Returns:
-            Fewer than ``top_k`` when fewer qualify; a score of 0 or less never does.
-        """
-        score = self.score()
-        eligible = (self.stats.count >= min_count) & (score > 0)
-        eligible[self.most_frequent(drop_most_frequent)] = False
-        eligible[np.asarray(never, dtype=np.int64)] = False
-        order = np.lexsort((np.arange(self.num_types), -score))
-        return order[eligible[order]][:top_k].astype(np.int32)
-
-    def match_random(
-        self,
-        rock_ids: np.ndarray,
-        *,
-        rng: np.random.Generator,
-        drop_most_frequent: int = 0,
-        never: Sequence[int] | np.ndarray = (),
-    ) -> tuple[np.ndarray, float]:
-        """Random types that occur, together, as often as the rocks do: the control arm of freezing.
-
-        Rocks are nearly all of the frequent types, so no type-for-type match exists; what is
-        matched is the number of occurrences. One random order of all V types is walked, and a type
-        joins when it still fits in; at the end one more may overshoot, if that comes closer.
-
-        Args:
-            rock_ids: int [F]; never part of the control.
-            rng: decides the order, which depends on V alone: as counts grow, the same seed keeps
-                giving nearly the same control.
-            drop_most_frequent: that many most frequent types may not serve; 0 lets all serve.
-            never: other types that may not serve.
-
-        Returns:
-            (int32 [C] ids, ascending; the part of the rocks' occurrences left unmatched, negative
-            when the control has more: 1 means that no type could serve, 0 a perfect match).
-        """
-        order = rng.permutation(self.num_types)
-        count = self.stats.count
-        budget = float(count[rock_ids].sum())
-        pool = count > 0
-        for excluded in (rock_ids, self.most_frequent(drop_most_frequent), never):
-            pool[np.asarray(excluded, dtype=np.int64)] = False
-        order = order[pool[order]]
-
-        left, chosen, spare = budget, [], []
-        for v, occurrences in zip(order.tolist(), count[order].tolist(), strict=True):
-            if occurrences <= left:
-                chosen.append(v)
-                left -= occurrences
-            else:
-                spare.append((occurrences, v))
-        if spare:
-            occurrences, v = min(spare)
-            if occurrences - left < left:
-                chosen.append(v)
-                left -= occurrences
-        return np.sort(np.array(chosen, np.int32)), left / budget if budget else 0.0
+        return selection.most_frequent(self.stats.count, num)
 
     def table(
         self, *, top: int | None = None, frozen_ids: Sequence[int] | np.ndarray = ()
     ) -> dict[str, np.ndarray]:
-        """The seen types, highest score first, one column per key, all of one length.
+        """The seen types, highest Rock Score first, one column per key, all of one length.
 
         Args:
             top: keep only so many; None keeps all.
             frozen_ids: marked in the column ``frozen``.
 
         Returns:
-            ``token_id`` int32; ``count``, ``measured``, ``mean_loss``, ``loss_std``, ``score``,
-            ``mean_logratio`` float64 (nats; NaN where unknown); ``frozen`` bool.
+            ``token_id`` int32; ``count``, ``rows``, ``measured``, ``mean_loss``, ``loss_std``,
+            ``score`` (Rock Score), ``ccr``, ``mean_logratio`` float64 (nats; NaN where unknown);
+            ``frozen`` bool.
         """
         stats, score, mean = self.stats, self.score(), self.mean_loss()
-        order = np.lexsort((np.arange(self.num_types), -score))
-        ids = order[stats.count[order] > 0][:top]
+        seen = np.flatnonzero(stats.count > 0)
+        ids = seen[np.argsort(-score[seen], kind="stable")][:top]  # unknown ones come last
         measured = np.where(stats.measured > 0, stats.measured, np.nan)
         variance = np.maximum(stats.loss_sumsq / measured - mean**2, 0.0)
         return {
             "token_id": ids.astype(np.int32),
             "count": stats.count[ids],
+            "rows": stats.rows[ids],
             "measured": stats.measured[ids],
             "mean_loss": mean[ids],
             "loss_std": np.sqrt(variance)[ids],
             "score": score[ids],
+            "ccr": np.full(len(ids), np.nan) if self.ccr is None else self.ccr[ids],
             "mean_logratio": stats.logratio_sum[ids] / stats.count[ids],
             "frozen": np.isin(ids, np.asarray(frozen_ids, dtype=np.int64)),
         }
 
-    def state_dict(self) -> dict[str, np.ndarray | int]:
+    def state_dict(self) -> dict[str, np.ndarray | int | None]:
         """Everything but the decay, which the recipe states; restores exactly."""
         return {
             "num_updates": self.num_updates,
+            "ccr": None if self.ccr is None else self.ccr.copy(),
             **{f.name: getattr(self.stats, f.name).copy() for f in fields(self.stats)},
         }
 
-    def load_state_dict(self, state: Mapping[str, np.ndarray | int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` gave.
 
         Raises:
             DataError: a registry of another vocabulary, or with other columns.
         """
         names = [column.name for column in fields(TokenStats)]
-        if set(state) != {"num_updates", *names}:
+        if set(state) != {"num_updates", "ccr", *names}:
             raise DataError(
-                f"registry state has {sorted(state)}, expected num_updates, {', '.join(names)}"
+                f"registry state has {sorted(state)}, expected num_updates, ccr, {', '.join(names)}"
             )
-        columns = {name: np.array(state[name], np.float64) for name in names}
+        known = [*names, "ccr"] if state["ccr"] is not None else names
+        columns = {name: np.array(state[name], np.float64) for name in known}
         for name, column in columns.items():
             if column.shape != (self.num_types,):
                 raise DataError(
@@ -283,4 +238,5 @@ class Registry:
                     f"[{self.num_types}]: it belongs to a run with another vocabulary"
                 )
         self.num_updates = int(state["num_updates"])
+        self.ccr = columns.pop("ccr", None)
         self.stats = TokenStats(**columns)

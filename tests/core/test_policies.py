@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +10,8 @@ import pytest
 
 from rock_opd.core.policies import POLICIES, TypePolicy, audit_rng, make_policy
 from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.selection import select_types
+from rock_opd.core.windows import rock_windows, spans
 from rock_opd.errors import ConfigError, DataError
 from rock_opd.types import FreezeMask, StepSignals, TokenWeights
 
@@ -55,6 +57,13 @@ def run(policy, registry: Registry, steps, seed: int = 3):
             )
         )
         yield step, new, weights
+
+
+def rocks_of(registry: Registry) -> np.ndarray:
+    """What RULE selects."""
+    return select_types(
+        registry.score(), registry.stats.count, top_k=12, drop_most_frequent=2, min_count=5
+    )
 
 
 # Weights
@@ -137,6 +146,121 @@ def test_audited_means_of_frozen_types_are_unbiased_through_the_policy():
     assert np.std(estimates) < 0.2 * truth
 
 
+# Windows
+
+
+def windowed_signals(num: int = 4000, *, seed: int = 0) -> StepSignals:
+    """Ten rollouts; ids below 20; log-ratios from a normal distribution."""
+    rng = np.random.default_rng(seed)
+    return StepSignals(
+        token_ids=rng.integers(0, 20, num).astype(np.int32),
+        rollout_idx=np.repeat(np.arange(10, dtype=np.int32), num // 10),
+        position=np.tile(np.arange(num // 10, dtype=np.int32), 10),
+        student_logprobs=rng.normal(size=num).astype(np.float32),
+        teacher_logprobs=np.zeros(num, np.float32),
+        teacher_entropy=None,
+    )
+
+
+def windows_of(signals: StepSignals, rocks: list[int], radius: int) -> np.ndarray:
+    logratio = signals.student_logprobs - signals.teacher_logprobs
+    return rock_windows(
+        signals,
+        np.isin(signals.token_ids, rocks),
+        logratio,
+        radius=radius,
+        threshold=np.quantile(logratio.astype(np.float64), 0.8),
+    )
+
+
+def test_whole_rock_windows_weigh_lambda_but_guarded_types_in_them_keep_weight_1():
+    signals, guarded = windowed_signals(), [3, 4]
+    policy = make_policy("rock_freeze", window_radius=2, never=np.array(guarded))
+    got = policy.weights(signals, mask_of([5, 9], lam=0.25), rng=audit_rng(0, 1))
+    windows = windows_of(signals, [5, 9], 2)
+    frozen = windows & ~np.isin(signals.token_ids, guarded)
+    assert (windows & ~frozen).sum() > 50
+    np.testing.assert_array_equal(got.weight, np.where(frozen, np.float32(0.25), np.float32(1)))
+    assert got.metrics == {
+        "freeze/window_share": frozen.mean(),
+        "freeze/window_reference_share": frozen.mean(),
+        "freeze/window_residual": 0.0,
+    }
+
+
+def test_the_controls_windows_are_as_many_and_as_long_and_touch_no_rock_window():
+    signals, guarded = windowed_signals(), [3]
+    policy = make_policy("random_matched", window_radius=2, never=np.array(guarded))
+    mask = replace(mask_of([1, 2, 7]), reference_ids=np.array([5, 9], np.int32))
+    got = policy.weights(signals, mask, rng=audit_rng(0, 1))
+    windows = windows_of(signals, [5, 9], 2)
+    reference = windows & ~np.isin(signals.token_ids, guarded)
+    frozen = got.weight == 0
+    assert not (frozen & (windows | np.isin(signals.token_ids, guarded))).any()
+    assert frozen.sum() == reference.sum()
+    # Spans may lie side by side, so that they are counted by the anchors they need.
+    start, length = spans(frozen, signals)
+    assert all(np.isin(signals.token_ids[i : i + n], mask.frozen_ids).any()
+               for i, n in zip(start, length, strict=True))  # fmt: skip
+    assert got.metrics["freeze/window_share"] == got.metrics["freeze/window_reference_share"]
+    assert got.metrics["freeze/window_residual"] == 0
+
+
+def test_what_the_control_cannot_match_is_a_metric():
+    signals = windowed_signals()
+    mask = replace(mask_of([1]), reference_ids=np.array([5, 9, 11], np.int32))
+    policy = make_policy("random_matched", window_radius=2)
+    metrics = policy.weights(signals, mask, rng=audit_rng(0, 1)).metrics
+    matched = metrics["freeze/window_share"] / metrics["freeze/window_reference_share"]
+    assert metrics["freeze/window_residual"] == pytest.approx(1 - matched)
+    assert 0.3 < metrics["freeze/window_residual"] < 0.9
+
+
+def test_windows_do_not_change_who_is_audited():
+    """The audit is drawn first: positions frozen in both arms are measured in both or in none."""
+    signals, mask = windowed_signals(), mask_of([5, 9])
+    alone, whole = (
+        make_policy("rock_freeze", window_radius=radius, audit_share=0.5).weights(
+            signals, mask, rng=audit_rng(0, 1)
+        )
+        for radius in (0, 3)
+    )
+    frozen = alone.weight == 0
+    assert (whole.weight[frozen] == 0).all()
+    np.testing.assert_array_equal(alone.measure[frozen], whole.measure[frozen])
+
+
+def test_frozen_windows_are_a_function_of_the_seed_and_the_step():
+    signals = windowed_signals()
+    mask = replace(mask_of([1, 2, 7]), reference_ids=np.array([5, 9], np.int32))
+    policy = make_policy("random_matched", window_radius=2)
+    draws = [
+        policy.weights(signals, mask, rng=audit_rng(*key)).weight.tolist()
+        for key in ((0, 1), (0, 1), (0, 2))
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_without_log_ratios_a_window_is_the_rock_alone():
+    """Given responses: every log-ratio is NaN, and NaN is below every threshold."""
+    unknown = np.full(4000, np.nan, np.float32)
+    signals = replace(windowed_signals(), student_logprobs=unknown)
+    for threshold in ("q0.8", "-5"):
+        policy = make_policy("rock_freeze", window_radius=3, window_threshold=threshold)
+        got = policy.weights(signals, mask_of([5, 9]), rng=audit_rng(0, 1))
+        np.testing.assert_array_equal(got.weight == 0, np.isin(signals.token_ids, [5, 9]))
+
+
+def test_before_anything_is_frozen_windows_are_empty_and_without_a_radius_unspoken_of():
+    for name in ("all", "rock_freeze", "random_matched"):
+        policy = make_policy(name, window_radius=2)
+        got = policy.weights(windowed_signals(), mask_of([]), rng=audit_rng(0, 1))
+        assert (got.weight == 1).all()
+        assert set(got.metrics.values()) == {0.0}
+    off = make_policy("rock_freeze").weights(windowed_signals(), mask_of([5]), rng=audit_rng(0, 1))
+    assert off.metrics == {}
+
+
 # When masks change
 
 
@@ -171,7 +295,7 @@ def test_rocks_are_frozen_after_the_warm_up_and_chosen_anew_at_every_refresh():
     policy, registry = make_policy("rock_freeze", **RULE), Registry(V)
     version, seen = 0, []
     for step in range(1, 25):
-        expected = registry.select_rocks(top_k=12, drop_most_frequent=2, min_count=5)
+        expected = rocks_of(registry)
         [(_, new, _)] = run(policy, registry, [step])
         if new is not None:
             assert step >= 3
@@ -214,6 +338,75 @@ def test_types_on_the_guard_list_are_neither_rocks_nor_controls():
         assert not set(policy.mask.frozen_ids) & set(guarded)
 
 
+def test_a_list_never_freezes_guarded_types():
+    policy = make_policy("list", ids=[9, 2, 4], never=np.array([2, 7]), **RULE)
+    np.testing.assert_array_equal(policy.refresh(1, Registry(V)).frozen_ids, [4, 9])
+    with pytest.raises(DataError, match="every one of its 2 ids is guarded"):
+        make_policy("list", ids=[2, 7], never=np.array([2, 7])).refresh(1, Registry(V))
+
+
+@pytest.mark.parametrize("name", ["all", "list", "rock_freeze", "random_matched"])
+def test_a_policy_says_when_it_will_choose_anew(name: str):
+    """Warm-up 2, refresh 3: steps 3, 6, 9. A list is chosen once, nothing is never chosen."""
+    policy, registry = make_policy(name, ids=[1], **RULE), Registry(V)
+    due = []
+    for step in range(1, 11):
+        if policy.is_due(step):
+            due.append(step)
+        list(run(policy, registry, [step]))
+    assert due == {"all": [], "list": [1]}.get(name, [3, 6, 9])
+
+
+def registry_of(counts: list[int], mean_losses: list[float]) -> Registry:
+    """One type per entry, seen that often at that loss, in one update."""
+    registry = Registry(len(counts))
+    ids = np.repeat(np.arange(len(counts)), counts)
+    loss = np.repeat(mean_losses, counts)
+    ones, zeros = np.ones(len(ids)), np.zeros(len(ids))
+    registry.update(TokenStats.from_rows(ids, loss, ones, zeros, num_types=len(counts)))
+    return registry
+
+
+FREE = {"drop_most_frequent": 0, "min_count": 1, "warmup_steps": 1, "refresh_every": 1}
+
+
+def test_types_are_ranked_by_the_score_asked_for_and_its_threshold():
+    """Type 0: 10 x 1 nat, type 1: 2 x 3 nats, type 2: 1 x 2 nats."""
+    registry = registry_of([10, 2, 1], [1, 3, 2])
+    registry.set_context(np.array([0.1, 0.5, 1.0]))
+
+    def frozen(score: str, **rule) -> list[int]:
+        policy = make_policy("rock_freeze", score=score, **FREE, **rule)
+        return policy.refresh(2, registry).frozen_ids.tolist()
+
+    assert frozen("rock", top_k=1) == [0]
+    assert frozen("mean", top_k=1) == [1]
+    assert frozen("rock_ctx", top_k=2) == [1, 2]  # 1, 3, 2
+    assert frozen("mean", threshold=2.0) == [1, 2]
+
+
+def test_context_scores_without_a_probe_set_stop_the_run():
+    policy = make_policy("rock_freeze", score="rock_ctx", **FREE)
+    with pytest.raises(ValueError, match="CCR"):
+        policy.refresh(2, registry_of([10, 2], [1, 3]))
+
+
+@pytest.mark.parametrize("name", ["rock_freeze", "random_matched"])
+def test_with_hysteresis_a_rock_stays_until_another_beats_it_by_that_share(name: str):
+    """Type 0 is the rock at 10; type 1 then comes to 11 and to 13. 10 / (1 - 0.2) = 12.5."""
+    after = {}
+    for hysteresis in (0.0, 0.2):
+        policy = make_policy(name, top_k=1, hysteresis=hysteresis, **FREE)
+        rocks = []
+        for step, other in ((2, 9), (3, 11), (4, 13)):
+            registry = registry_of([10, other, 5], [1, 1, 0.1])
+            policy.refresh(step, registry)
+            mask = policy.mask
+            rocks += (mask.reference_ids if name == "random_matched" else mask.frozen_ids).tolist()
+        after[hysteresis] = rocks
+    assert after == {0.0: [0, 1, 1], 0.2: [0, 0, 1]}
+
+
 def test_lambda_travels_with_the_mask():
     policy, registry = make_policy("rock_freeze", lam=0.5, **RULE), Registry(V)
     weights = [w for _, _, w in run(policy, registry, range(1, 4))]
@@ -228,7 +421,7 @@ def test_the_control_freezes_as_many_occurrences_as_the_rocks_it_lets_train():
     policy, registry = make_policy("random_matched", **RULE), Registry(V)
     masks = [new for _, new, _ in run(policy, registry, range(1, 3))]
     assert masks == [None, None]
-    rocks = registry.select_rocks(top_k=12, drop_most_frequent=2, min_count=5)
+    rocks = rocks_of(registry)
     mask = policy.refresh(3, registry)
     count = registry.stats.count
     np.testing.assert_array_equal(mask.reference_ids, np.sort(rocks))
@@ -313,7 +506,9 @@ def test_a_state_that_is_no_mask_is_refused():
 def test_every_policy_takes_the_same_arguments():
     """An arm of an experiment differs from another by its name alone."""
     everything = RULE | {"ids": [1], "never": [0], "lam": 0.5, "audit_share": 0.1,
-                         "control_may_use_dropped": True}  # fmt: skip
+                         "control_may_use_dropped": True, "score": "lcb", "threshold": 0.5,
+                         "hysteresis": 0.1, "window_radius": 3,
+                         "window_threshold": "0.5"}  # fmt: skip
     assert set(everything) == {field.name for field in fields(TypePolicy)}
     for name in POLICIES:
         assert make_policy(name, **everything).mask.lam == 0.5

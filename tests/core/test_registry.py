@@ -1,11 +1,14 @@
-"""Streaming statistics against sums written out, and the choice of rocks and controls."""
+"""Streaming statistics against sums written out."""
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.selection import select_types
 from rock_opd.errors import DataError, NumericsError
 
 V = 50
@@ -37,8 +40,10 @@ def registry_of(counts: list[int], mean_losses: list[float]) -> Registry:
 
 
 def assert_equal(a: TokenStats, b: TokenStats) -> None:
-    for column in ("count", "measured", "loss_sum", "loss_sumsq", "logratio_sum"):
-        np.testing.assert_array_equal(getattr(a, column), getattr(b, column), err_msg=column)
+    for column in fields(TokenStats):
+        np.testing.assert_array_equal(
+            getattr(a, column.name), getattr(b, column.name), err_msg=column.name
+        )
 
 
 # TokenStats
@@ -48,11 +53,19 @@ def test_sums_by_hand():
     """Type 3 occurs three times: measured at loss 2 (weight 1) and loss 4 (weight 50), once not."""
     stats = stats_of([3, 3, 3, 1], [2, 4, np.nan, 5], [1, 50, 0, 1], [0.5, -1, 2, 3], num_types=5)
     np.testing.assert_array_equal(stats.count, [0, 1, 0, 3, 0])
+    np.testing.assert_array_equal(stats.rows, [0, 1, 0, 2, 0])
     np.testing.assert_array_equal(stats.measured, [0, 1, 0, 51, 0])
+    np.testing.assert_array_equal(stats.measured_sumsq, [0, 1, 0, 2501, 0])
     np.testing.assert_array_equal(stats.loss_sum, [0, 5, 0, 2 + 50 * 4, 0])
     np.testing.assert_array_equal(stats.loss_sumsq, [0, 25, 0, 4 + 50 * 16, 0])
     np.testing.assert_array_equal(stats.logratio_sum, [0, 3, 0, 1.5, 0])
-    assert stats.loss_sum.dtype == stats.count.dtype == np.float64
+    assert {getattr(stats, column.name).dtype for column in fields(stats)} == {np.dtype("f8")}
+
+
+def test_effective_rows_are_the_rows_where_all_weigh_alike_and_fewer_where_not():
+    """Type 1: three rows of weight 50. Type 2: weights 1 and 3, (1 + 3)^2 / (1 + 9) = 1.6."""
+    stats = stats_of([1, 1, 1, 2, 2, 3], [1] * 6, [50, 50, 50, 1, 3, 0], num_types=4)
+    np.testing.assert_array_equal(stats.effective_rows, [0, 3, 1.6, 0])
 
 
 def test_random_shards_add_up_to_the_same_stats_exactly():
@@ -123,13 +136,18 @@ def test_streaming_equals_offline():
     np.testing.assert_array_equal(streaming.stats.count, np.bincount(ids, minlength=V))
     np.testing.assert_allclose(streaming.mean_loss(), expected, rtol=1e-9)
     np.testing.assert_allclose(offline.mean_loss(), expected, rtol=1e-9)
-    choice = {"top_k": 10, "drop_most_frequent": 5, "min_count": 20}
-    np.testing.assert_array_equal(streaming.select_rocks(**choice), offline.select_rocks(**choice))
+    for name in ("rock", "rock_lcb", "eb_lcb"):
+        rocks = [
+            select_types(r.score(name), r.stats.count, top_k=10, drop_most_frequent=5, min_count=20)
+            for r in (streaming, offline)
+        ]
+        assert len(rocks[0]) == 10
+        np.testing.assert_array_equal(*rocks)
 
 
 def test_score_is_mean_loss_times_occurrences():
     registry = registry_of([4, 1, 0], [0.5, 3.0, 9.0])
-    np.testing.assert_array_equal(registry.score(), [2.0, 3.0, 0.0])
+    np.testing.assert_array_equal(registry.score(), [2.0, 3.0, np.nan])
     np.testing.assert_array_equal(registry.mean_loss(), [0.5, 3.0, np.nan])
 
 
@@ -150,6 +168,7 @@ def test_a_frozen_type_that_was_not_audited_lately_keeps_its_mean_and_its_exact_
     assert registry.stats.measured[0] == 4
     assert registry.mean_loss()[0] == 2.0
     assert registry.score()[0] == 20.0
+    assert registry.stats.rows[0] == 4
 
 
 def test_audit_estimates_the_mean_and_the_sum_without_bias():
@@ -173,116 +192,24 @@ def test_audit_estimates_the_mean_and_the_sum_without_bias():
     assert np.std(hajek) < 0.75 * np.std(by_count)
 
 
-# Rocks
-
-
-def test_rocks_are_the_highest_scores_after_the_most_frequent_are_dropped():
-    """Scores 100, 20, 30, 6, 8: type 0 is dropped as the most frequent, 3 is too rare."""
-    registry = registry_of([100, 10, 10, 2, 8], [1, 2, 3, 3, 1])
-    got = registry.select_rocks(top_k=2, drop_most_frequent=1, min_count=5)
-    np.testing.assert_array_equal(got, [2, 1])
-    got = registry.select_rocks(top_k=9, drop_most_frequent=1, min_count=5)
-    np.testing.assert_array_equal(got, [2, 1, 4])
-    got = registry.select_rocks(top_k=9, drop_most_frequent=0, min_count=1, never=[2])
-    np.testing.assert_array_equal(got, [0, 1, 4, 3])
-    assert got.dtype == np.int32
-
-
-def test_ties_go_to_the_smaller_id():
-    registry = registry_of([5, 5, 5, 5], [1, 1, 1, 1])
-    np.testing.assert_array_equal(registry.select_rocks(top_k=2), [0, 1])
-    np.testing.assert_array_equal(registry.select_rocks(top_k=2, drop_most_frequent=1), [1, 2])
-    np.testing.assert_array_equal(registry.table()["token_id"], [0, 1, 2, 3])
-
-
-def test_a_type_without_positive_score_is_no_rock():
-    """The sampled estimator can be negative; and what was never measured has no score."""
-    registry = Registry(4)
-    registry.update(stats_of([0, 0, 1, 2], [-1, -1, 0, np.nan], [1, 1, 1, 0], num_types=4))
-    assert len(registry.select_rocks(top_k=4)) == 0
-    assert len(Registry(4).select_rocks(top_k=4, drop_most_frequent=2)) == 0
-
-
-def test_the_sampled_log_ratio_never_enters_the_ranking():
+def test_the_sampled_log_ratio_never_enters_a_score():
     plain, loud = Registry(3), Registry(3)
-    for registry, logratio in ((plain, [0, 0, 0]), (loud, [99, -99, 50])):
-        registry.update(stats_of([0, 1, 2], [3, 2, 1], None, logratio, num_types=3))
-    np.testing.assert_array_equal(plain.select_rocks(top_k=3), loud.select_rocks(top_k=3))
-    np.testing.assert_array_equal(plain.score(), loud.score())
+    for registry, logratio in ((plain, [0, 0, 0, 0]), (loud, [99, -99, 50, 7])):
+        registry.update(stats_of([0, 1, 2, 2], [3, 2, 1, 4], None, logratio, num_types=3))
+    for name in ("rock", "mean", "lcb", "rock_lcb", "eb_mean", "eb_lcb"):
+        np.testing.assert_array_equal(plain.score(name), loud.score(name))
 
 
-# The random control
-
-
-@pytest.fixture(scope="module")
-def zipf() -> Registry:
-    """10,000 types, of which some never occur; 200,000 occurrences; loss independent of count."""
-    registry = Registry(10_000)
-    registry.update(
-        TokenStats.from_rows(*rows(200_000, seed=8, num_types=10_000), num_types=10_000)
-    )
-    assert (registry.stats.count == 0).sum() > 100
-    return registry
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("drop", [0, 5])
-def test_the_control_occurs_as_often_as_the_rocks_and_shares_none_of_them(zipf, seed, drop):
-    rocks = zipf.select_rocks(top_k=30, drop_most_frequent=5, min_count=20)
-    ids, residual = zipf.match_random(
-        rocks, rng=np.random.default_rng(seed), drop_most_frequent=drop, never=[77]
-    )
-    budget, got = zipf.stats.count[rocks].sum(), zipf.stats.count[ids].sum()
-    assert residual == pytest.approx((budget - got) / budget)
-    assert abs(residual) < 0.001
-    assert not set(ids) & {*rocks.tolist(), 77}
-    if drop:
-        assert not set(ids) & set(zipf.most_frequent(5).tolist())
-    assert ids.dtype == np.int32
-    np.testing.assert_array_equal(ids, np.unique(ids))
-
-
-def test_the_control_is_a_function_of_the_seed(zipf):
-    rocks = zipf.select_rocks(top_k=30)
-    draws = [zipf.match_random(rocks, rng=np.random.default_rng(s))[0] for s in (1, 1, 2)]
-    np.testing.assert_array_equal(draws[0], draws[1])
-    assert set(draws[0]) != set(draws[2])
-
-
-def test_the_control_hardly_changes_while_counts_grow_in_proportion(zipf):
-    grown = Registry(10_000)
-    grown.update(zipf.stats)
-    grown.update(TokenStats.from_rows(*rows(20_000, seed=9, num_types=10_000), num_types=10_000))
-    rocks = zipf.select_rocks(top_k=30)
-    before, after = (set(r.match_random(rocks, rng=np.random.default_rng(1))[0].tolist())
-                     for r in (zipf, grown))  # fmt: skip
-    assert len(before & after) / len(before | after) > 0.8
-
-
-def test_the_control_by_hand():
-    """Rock 0 occurs 10 times. Of the rest, 4 + 3 + 2 leave 1 unmatched; 8 more would overshoot."""
-    registry = registry_of([10, 4, 3, 2], [9, 1, 1, 1])
-    ids, residual = registry.match_random(np.array([0]), rng=np.random.default_rng(0))
-    np.testing.assert_array_equal(ids, [1, 2, 3])
-    assert residual == pytest.approx(0.1)
-
-
-def test_one_type_may_overshoot_when_that_comes_closer():
-    """Budget 10, one other type of 11: taking it misses by 1, leaving it misses by 10."""
-    registry = registry_of([10, 11], [9, 1])
-    ids, residual = registry.match_random(np.array([0]), rng=np.random.default_rng(0))
-    np.testing.assert_array_equal(ids, [1])
-    assert residual == pytest.approx(-0.1)
-    registry = registry_of([10, 20], [9, 1])
-    ids, residual = registry.match_random(np.array([0]), rng=np.random.default_rng(0))
-    assert len(ids) == 0
-    assert residual == 1.0
-
-
-def test_without_rocks_the_control_is_empty(zipf):
-    ids, residual = zipf.match_random(np.zeros(0, np.int32), rng=np.random.default_rng(0))
-    assert len(ids) == 0
-    assert residual == 0.0
+def test_context_scores_wait_for_the_context():
+    registry = registry_of([4, 2], [0.5, 3.0])
+    with pytest.raises(ValueError, match="rock_ctx' needs the CCR"):
+        registry.score("rock_ctx")
+    registry.set_context(np.array([0.5, 0.25]))
+    np.testing.assert_array_equal(registry.score("rock_ctx"), [1.0, 1.5])
+    registry.update(stats_of([0], [0.5], num_types=2))
+    np.testing.assert_array_equal(registry.score("rock_ctx"), [1.25, 1.5])  # the CCR stays
+    with pytest.raises(ValueError, match=r"shape \[3\], expected \[2\]"):
+        registry.set_context(np.zeros(3))
 
 
 # Saving and showing
@@ -293,8 +220,16 @@ def test_state_restores_exactly_and_shares_no_memory():
     for seed in range(3):
         a.update(TokenStats.from_rows(*rows(300, seed=seed), num_types=V))
     state = a.state_dict()
+    assert state["ccr"] is None
     b = Registry(V, decay=0.9)
     b.load_state_dict(state)
+    assert b.ccr is None
+    a.set_context(np.arange(V) / V)
+    state = a.state_dict()
+    b.load_state_dict(state)
+    state["ccr"][:] = -1
+    np.testing.assert_array_equal(a.ccr, np.arange(V) / V)
+    np.testing.assert_array_equal(b.ccr, np.arange(V) / V)
     state["count"][:] = -1  # neither side may see this
     assert (a.stats.count >= 0).all()
     assert_equal(a.stats, b.stats)
@@ -309,6 +244,8 @@ def test_the_state_of_another_vocabulary_or_shape_is_refused():
     state = Registry(V).state_dict()
     with pytest.raises(DataError, match="another vocabulary"):
         Registry(V + 1).load_state_dict(state)
+    with pytest.raises(DataError, match=r"'ccr' has shape \[3\]"):
+        Registry(V).load_state_dict(state | {"ccr": np.zeros(3)})
     del state["measured"]
     with pytest.raises(DataError, match="expected num_updates"):
         Registry(V).load_state_dict(state)
@@ -323,12 +260,16 @@ def test_table_by_hand():
     table = registry.table(frozen_ids=[1])
     np.testing.assert_array_equal(table["token_id"], [2, 1, 0])
     np.testing.assert_array_equal(table["count"], [2, 1, 1])
+    np.testing.assert_array_equal(table["rows"], [2, 1, 0])
     np.testing.assert_array_equal(table["measured"], [2, 1, 0])
     np.testing.assert_array_equal(table["mean_loss"], [2, 1, np.nan])
     np.testing.assert_array_equal(table["loss_std"], [1, 0, np.nan])
-    np.testing.assert_array_equal(table["score"], [4, 1, 0])
+    np.testing.assert_array_equal(table["score"], [4, 1, np.nan])
+    np.testing.assert_array_equal(table["ccr"], [np.nan] * 3)
     np.testing.assert_array_equal(table["mean_logratio"], [1, -1, 0])
     np.testing.assert_array_equal(table["frozen"], [False, True, False])
+    registry.set_context(np.array([0.1, 0.2, 0.3, 0.4]))
+    np.testing.assert_array_equal(registry.table()["ccr"], [0.3, 0.2, 0.1])
     assert {len(column) for column in registry.table(top=2).values()} == {2}
     assert {len(column) for column in Registry(4).table().values()} == {0}
 
