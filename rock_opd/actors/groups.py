@@ -330,10 +330,14 @@ class Students:
             )
         return results
 
-    def measure(self, batches: list[list[TrainBatch]]) -> list[StepResult]:
-        """Forward only: the same numbers, nothing moves."""
+    def measure(
+        self, batches: list[list[TrainBatch]], *, entropy: bool = False
+    ) -> list[StepResult]:
+        """Forward only: the same numbers (and the student's entropy, if asked), nothing moves."""
         refs = [
-            h.measure.remote(part, self._teachers.handles, timeout_s=self._timeout_s)
+            h.measure.remote(
+                part, self._teachers.handles, entropy=entropy, timeout_s=self._timeout_s
+            )
             for h, part in zip(self._handles, batches, strict=True)
         ]
         return gather("student rank", "measure", refs, self._timeout_s)
@@ -426,14 +430,20 @@ def start_roles(
     num_real_ids: int,
     stop_token_ids: tuple[int, ...],
     say: Callable[[str], None],
+    samples: bool | None = None,
 ) -> Roles:
     """Places and starts every actor of a run.
+
+    Args:
+        num_updates: of the whole run; 0: the student only measures, and holds no optimizer.
+        samples: whether there are rollout workers; None: as the recipe needs them.
 
     On CPU and with shared GPUs the roles start one after another: engines that import side by side
     on few cores take minutes, and sharers need the memory in turn.
     """
     device = resolve_device(recipe)
-    wanted = ("student", "rollout", "teacher") if recipe.samples else ("student", "teacher")
+    samples = recipe.samples if samples is None else samples
+    wanted = ("student", "rollout", "teacher") if samples else ("student", "teacher")
     placement = Placement(recipe, device, wanted)
     start_s, phase_s = recipe.run.start_timeout_s, recipe.run.phase_timeout_s
     in_turn = device == "cpu" or recipe.placement.colocate != "none"
@@ -452,7 +462,7 @@ def start_roles(
         return handles
 
     rollouts = None
-    if recipe.samples:
+    if samples:
         say("starting the rollout workers")
         handles, refs = _spawn_rollouts(
             placement, recipe, device, recipe.student.model, num_real_ids, stop_token_ids

@@ -252,9 +252,15 @@ class StudentWorker:
         )
 
     def measure(
-        self, batches: list[TrainBatch], teachers: list[Any], *, timeout_s: float
+        self,
+        batches: list[TrainBatch],
+        teachers: list[Any],
+        *,
+        entropy: bool = False,
+        timeout_s: float,
     ) -> StepResult:
-        return self._engine.measure(batches, _pull_rows(batches, teachers, timeout_s))
+        rows = _pull_rows(batches, teachers, timeout_s)
+        return self._engine.measure(batches, rows, entropy=entropy)
 
     def push_weights(
         self,

@@ -216,13 +216,16 @@ def total_weight(weights: TokenWeights, *, normalizer: Literal["kept", "all"]) -
 
 
 def scatter(
-    results: Sequence[StepResult], num_tokens: int, field: Literal["kl", "logprobs"]
+    results: Sequence[StepResult], num_tokens: int, field: Literal["kl", "logprobs", "entropy"]
 ) -> np.ndarray:
     """One column of all ranks' rows in flat order, float32 [num_tokens]; NaN where not measured.
 
     Raises:
-        ValueError: two rows for one position, a position beyond the step, or ragged rows.
+        ValueError: two rows for one position, a position beyond the step, ragged rows, or
+            entropies that were not asked for.
     """
+    if any(getattr(result, field) is None for result in results):
+        raise ValueError(f"the student ranks were not asked for '{field}'")
     index = np.concatenate([np.zeros(0, np.int32), *(result.index for result in results)])
     values = np.concatenate(
         [np.zeros(0, np.float32), *(getattr(result, field) for result in results)]

@@ -14,6 +14,9 @@ Every quirk of DeepSpeed (read and measured in 0.19.8) ends here:
 - Groups that DeepSpeed opens on its own wait half an hour for a dead peer; the time limit is put on
   every group.
 
+An engine that will make no update (``num_updates=0``) measures only: weights and no more, whole on
+every rank, without DeepSpeed's engine around them.
+
 It refuses to train on a model whose logits are not head times hidden state, on weights that were
 not in the checkpoint, and to go on from a state of another shape. CPU (gloo) and GPU (NCCL) take
 the same path.
@@ -39,7 +42,13 @@ from torch import Tensor
 
 from rock_opd.config import LossConfig, OptimConfig, StudentConfig
 from rock_opd.core.schedule import learning_rate
-from rock_opd.engines.student_module import LossRows, StudentModule, loss_rows, probe_error
+from rock_opd.engines.student_module import (
+    LossRows,
+    RowNumbers,
+    StudentModule,
+    loss_rows,
+    probe_error,
+)
 from rock_opd.engines.weight_sync import ParamInfo
 from rock_opd.errors import DataError, ModelError, NumericsError
 from rock_opd.models import load_config, model_folder
@@ -95,7 +104,8 @@ class StudentEngine:
             device: cpu or cuda.
             dtype: float32 or bfloat16: of forward, backward and the weights given away. The
                 optimizer's own copy is float32 always.
-            num_updates: updates of the whole run, for the schedule.
+            num_updates: updates of the whole run, for the schedule; 0: the engine only measures,
+                whatever the ZeRO stage, and holds neither gradients nor optimizer.
             num_real_ids: ids that teacher and student share; logits beyond are padding.
             teacher_head: [V_t, H_t], V_t >= num_real_ids, for ``hidden`` payloads.
             timeout_s: limit of every collective: a peer that is gone or late is an error, no hang.
@@ -119,7 +129,11 @@ class StudentEngine:
             torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         )
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self.trains = num_updates > 0
+        """Whether it may update; else it only measures."""
         self._stage = max(cfg.zero_stage, 1) if self._dtype == torch.bfloat16 else cfg.zero_stage
+        if not self.trains:
+            self._stage = 0
         self.num_updates_done = 0
         """Updates that were made: skipped steps do not count."""
 
@@ -135,7 +149,7 @@ class StudentEngine:
             chunk_rows=cfg.logit_chunk_rows,
             teacher_head=self._own_head(teacher_head),
         )
-        self._engine = self._wrap(self._module)
+        self._engine = self._wrap(self._module) if self.trains else self._module.to(self._device)
         self._limit_groups(timeout_s)
         error = probe_error(self._engine, self._device, dtype=self._dtype)
         if error is not None:
@@ -212,6 +226,8 @@ class StudentEngine:
                 f"student {self._source}: {width} vocabulary rows, fewer than the "
                 f"{self._num_real_ids} ids it shares with the teacher"
             )
+        if not self.trains:
+            return model.eval().requires_grad_(False)
         model.train()
         if self._cfg.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -302,7 +318,9 @@ class StudentEngine:
         Raises:
             NumericsError: on every rank, with weights and moments as they were.
             ValueError: malformed batches, or ranks that disagree; on every rank, before any work.
+            ModelError: an engine that only measures.
         """
+        self._refuse_untrained("train")
         self._agree(batches, total_weight=total_weight, mask_version=mask_version)
         lr = learning_rate(
             self.num_updates_done,
@@ -318,9 +336,9 @@ class StudentEngine:
         rank_factor = self._world_size if self._stage == 3 else 1
         for i, (batch, teacher) in enumerate(zip(batches, rows, strict=True)):
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            share, kl, logprobs = self._forward(batch, teacher, total_weight)
+            share, *numbers = self._forward(batch, teacher, total_weight)
             self._engine.backward(share * rank_factor)
-            results.append((share.detach(), kl, logprobs))
+            results.append((share.detach(), *numbers))
 
         grad_norm = self._update()
         if grad_norm is None:
@@ -333,10 +351,15 @@ class StudentEngine:
             batches, results, grad_norm=grad_norm, learning_rate=lr, mask_version=mask_version
         )
 
-    def measure(self, batches: list[TrainBatch], rows: Iterable[TeacherRows]) -> StepResult:
+    def measure(
+        self, batches: list[TrainBatch], rows: Iterable[TeacherRows], *, entropy: bool = False
+    ) -> StepResult:
         """The rows' numbers under the present weights: forward only, nothing is changed.
 
         ``StepResult.loss`` is the weighted sum of this rank's rows, with no denominator.
+
+        Args:
+            entropy: also give ``StepResult.entropy``.
 
         Raises:
             NumericsError: a row that is not finite, on the ranks that have one.
@@ -345,7 +368,7 @@ class StudentEngine:
         self._agree(batches, total_weight=1.0, mask_version=0)
         with torch.no_grad():
             results = [
-                self._forward(batch, teacher, 1.0)
+                self._forward(batch, teacher, 1.0, with_entropy=entropy)
                 for batch, teacher in zip(batches, rows, strict=True)
             ]
         result = self._result(batches, results, grad_norm=0.0, learning_rate=0.0, mask_version=0)
@@ -353,9 +376,21 @@ class StudentEngine:
             raise NumericsError(f"measuring, rank {self._rank}: {_non_finite(results)}")
         return result
 
+    def _refuse_untrained(self, verb: str) -> None:
+        if not self.trains:
+            raise ModelError(
+                f"student {self._source}: cannot {verb}: it was started to measure only "
+                "(num_updates=0)"
+            )
+
     def _forward(
-        self, batch: TrainBatch, teacher: TeacherRows, total_weight: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        batch: TrainBatch,
+        teacher: TeacherRows,
+        total_weight: float,
+        *,
+        with_entropy: bool = False,
+    ) -> RowNumbers:
         head = self._module.head.teacher_head
         rows: LossRows = loss_rows(
             batch,
@@ -363,6 +398,7 @@ class StudentEngine:
             total_weight=total_weight,
             device=self._device,
             hidden_dtype=None if head is None else head.dtype,
+            with_entropy=with_entropy,
         )
 
         def ids(array: np.ndarray) -> Tensor:
@@ -451,22 +487,24 @@ class StudentEngine:
     def _result(
         self,
         batches: list[TrainBatch],
-        results: list[tuple[Tensor, Tensor, Tensor]],
+        results: list[RowNumbers],
         *,
         grad_norm: float,
         learning_rate: float,
         mask_version: int,
     ) -> StepResult:
+        shares, kl, logprobs, entropies = zip(*results, strict=True)
         return StepResult(
             index=np.concatenate([batch.index for batch in batches]),
-            kl=torch.cat([kl for _, kl, _ in results]).cpu().numpy(),
-            logprobs=torch.cat([logprobs for _, _, logprobs in results]).cpu().numpy(),
-            loss=float(torch.stack([share for share, _, _ in results]).double().sum()),
+            kl=torch.cat(kl).cpu().numpy(),
+            logprobs=torch.cat(logprobs).cpu().numpy(),
+            loss=float(torch.stack(shares).double().sum()),
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             mask_version=mask_version,
             policy_version=self.policy_version,
             num_empty_batches=sum(not batch.weight.any() for batch in batches),
+            entropy=None if entropies[0] is None else torch.cat(entropies).cpu().numpy(),
         )
 
     # ---------------------------------------------------------------- weights out
@@ -592,7 +630,12 @@ class StudentEngine:
 
     def save_state(self, path: str | Path) -> None:
         """Writes everything a run goes on from: weights, moments, updates done, random states. All
-        ranks call it; each writes its own files."""
+        ranks call it; each writes its own files.
+
+        Raises:
+            ModelError: an engine that only measures.
+        """
+        self._refuse_untrained("save a state")
         path = Path(path)
         self._engine.save_checkpoint(str(path), tag=_STATE_TAG, save_latest=False)
         torch.save(
@@ -613,7 +656,9 @@ class StudentEngine:
 
         Raises:
             DataError: nothing there, or saved under another number of ranks, ZeRO stage or dtype.
+            ModelError: an engine that only measures.
         """
+        self._refuse_untrained("load a state")
         path = Path(path)
         file = path / f"rank_{self._rank:05d}.pt"
         if not file.is_file():
@@ -658,6 +703,14 @@ class StudentEngine:
             self._return_to_device()
 
     def _leave_device(self) -> None:
+        if self.trains:
+            self._offload_training()
+        else:
+            self._module.to("cpu")
+        head = self._module.head
+        head.teacher_head = None if head.teacher_head is None else head.teacher_head.to("cpu")
+
+    def _offload_training(self) -> None:
         optimizer = self._engine.optimizer
         if not hasattr(optimizer, "offload_states"):
             raise ModelError(
@@ -667,13 +720,14 @@ class StudentEngine:
         for tensor in self._optimizer_tensors():
             tensor.data = tensor.data.to("cpu")
         self._engine.offload_states(include=self._movable(), pin_memory=False)
-        head = self._module.head
-        head.teacher_head = None if head.teacher_head is None else head.teacher_head.to("cpu")
 
     def _return_to_device(self) -> None:
-        self._engine.reload_states()
-        for tensor in self._optimizer_tensors():
-            tensor.data = tensor.data.to(self._device)
+        if self.trains:
+            self._engine.reload_states()
+            for tensor in self._optimizer_tensors():
+                tensor.data = tensor.data.to(self._device)
+        else:
+            self._module.to(self._device)
         head = self._module.head
         head.teacher_head = (
             None if head.teacher_head is None else head.teacher_head.to(self._device)
@@ -717,11 +771,11 @@ def _owns_storage(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def _non_finite(results: list[tuple[Tensor, Tensor, Tensor]]) -> str:
+def _non_finite(results: list[RowNumbers]) -> str:
     """Which of this rank's micro-batches hold the numbers that stopped a step."""
     found = [
         f"micro-batch {i}: {int((~(kl.isfinite() & logprobs.isfinite())).sum())} of {len(kl)} rows"
-        for i, (share, kl, logprobs) in enumerate(results)
+        for i, (share, kl, logprobs, _) in enumerate(results)
         if not (share.isfinite() and kl.isfinite().all() and logprobs.isfinite().all())
     ]
     return (

@@ -28,6 +28,7 @@ from rock_opd.core.objective import (
     DIVERGENCES,
     TOPK_TAIL_DIVERGENCES,
     cross_entropy,
+    entropy,
     loss_share,
     policy_gradient_loss,
     teacher_logits,
@@ -59,6 +60,8 @@ class LossRows:
     """float32 [N, K]."""
     tail_logprob: Tensor | None
     """float32 [N]."""
+    with_entropy: bool
+    """Also tell the student's entropy."""
 
 
 def loss_rows(
@@ -68,6 +71,7 @@ def loss_rows(
     total_weight: float,
     device: torch.device,
     hidden_dtype: torch.dtype | None,
+    with_entropy: bool = False,
 ) -> LossRows:
     """Brings a micro-batch's rows and the teacher's word on them to the training device.
 
@@ -104,6 +108,7 @@ def loss_rows(
         topk_ids=moved(rows.topk_ids, torch.int64),
         topk_logprobs=moved(rows.topk_logprobs, torch.float32),
         tail_logprob=moved(rows.tail_logprob, torch.float32),
+        with_entropy=with_entropy,
     )
 
 
@@ -111,6 +116,10 @@ def _tensor(array: np.ndarray) -> Tensor:
     """A tensor of the array; uint16 is bf16 bits. Arrays that Ray maps are read-only: copied."""
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+RowNumbers = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Share of the loss, estimator, log-probabilities, entropies: see ``HeadLoss.forward``."""
 
 
 class HeadLoss(nn.Module):
@@ -147,16 +156,15 @@ class HeadLoss(nn.Module):
     def teacher_head(self, head: Tensor | None) -> None:
         self._teacher_head[0] = head
 
-    def forward(
-        self, hidden_NH: Tensor, rows: LossRows | None
-    ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
+    def forward(self, hidden_NH: Tensor, rows: LossRows | None) -> RowNumbers | Tensor:
         """This micro-batch's share of the loss, and what its rows tell (logits [N, V] when ``rows``
         is None).
 
         Returns:
             The share (float32 scalar; it can run backward also when N = 0, and is NaN, with NaN
             gradients, when any row's numbers are not finite), the registry's estimator
-            (``StepResult.kl``) and the log-probability of the token over the full width, both [N].
+            (``StepResult.kl``), the log-probability of the token over the full width, and, when
+            ``rows.with_entropy``, the entropy over the shared width; the last three [N].
         """
         if rows is None:
             return functional.linear(hidden_NH, self.weight, self.bias)
@@ -171,7 +179,7 @@ class HeadLoss(nn.Module):
         whatever is trained: full from hidden states, with a tail bucket from a top-K table,
         ``log q - log p`` of the token from scalars.
         """
-        real_nR = logits_nV[:, : self._num_real_ids]
+        real_nR = self.real(logits_nV)
         target_n, name = rows.target[at], self._loss.divergence
         if rows.kind == "hidden":
             teacher = (
@@ -207,6 +215,10 @@ class HeadLoss(nn.Module):
             return divergence_n, kl_n
         return ratio * divergence_n + (1 - ratio) * cross_entropy(real_nR, target_n), kl_n
 
+    def real(self, logits_nV: Tensor) -> Tensor:
+        """The columns that student and teacher share, [n, R]."""
+        return logits_nV[:, : self._num_real_ids]
+
     def chunks(self, num_rows: int) -> list[slice]:
         return [
             slice(start, min(start + self._chunk_rows, num_rows))
@@ -231,7 +243,7 @@ class _HeadLossFunction(torch.autograd.Function):
         rows: LossRows,
         head: HeadLoss,
         with_grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> RowNumbers:
         # CPU has no bf16 product with a float32 result: one float32 copy serves all chunks.
         upcast = weight_VH.dtype == torch.bfloat16 and not weight_VH.is_cuda
         logit_VH = weight_VH.float() if upcast else weight_VH
@@ -242,6 +254,7 @@ class _HeadLossFunction(torch.autograd.Function):
         float32 = {"dtype": torch.float32, "device": hidden_NH.device}
         loss = torch.zeros((), **float32)
         kl_N, logprob_N = torch.zeros(num_rows, **float32), torch.zeros(num_rows, **float32)
+        entropy_N = torch.zeros(num_rows, **float32) if rows.with_entropy else None
         finite = torch.ones((), dtype=torch.bool, device=hidden_NH.device)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if with_grad else None
         grad_weight_VH = torch.zeros(weight_VH.shape, **float32) if with_grad else None
@@ -255,6 +268,8 @@ class _HeadLossFunction(torch.autograd.Function):
             if bias_V is not None:
                 logits_nV += bias_V
             logprob_N[at] = token_logprobs(logits_nV, rows.target[at])
+            if entropy_N is not None:
+                entropy_N[at] = entropy(head.real(logits_nV))
             trains = with_grad and bool((rows.weight[at] != 0).any())
             with torch.set_grad_enabled(trains):
                 logits_nV.requires_grad_(trains)
@@ -283,16 +298,20 @@ class _HeadLossFunction(torch.autograd.Function):
                 grad_weight_VH += grad_nV.T @ hidden_nH
 
         finite = finite & kl_N.isfinite().all() & logprob_N.isfinite().all() & loss.isfinite()
+        if entropy_N is not None:
+            finite = finite & entropy_N.isfinite().all()
         # NaN gradients are how a rank tells the others: the common gradient norm becomes NaN.
         poison = torch.where(finite, 1.0, torch.nan)
-        ctx.mark_non_differentiable(kl_N, logprob_N)
+        ctx.mark_non_differentiable(
+            *(rows_N for rows_N in (kl_N, logprob_N, entropy_N) if rows_N is not None)
+        )
         if with_grad:
             ctx.grads = grad_hidden_NH, grad_weight_VH, grad_bias_V
             ctx.poison, ctx.dtype = poison, weight_VH.dtype
-        return loss * poison, kl_N, logprob_N
+        return loss * poison, kl_N, logprob_N, entropy_N
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor, _kl: Tensor, _logprob: Tensor):
+    def backward(ctx, grad_loss: Tensor, *_: Tensor | None):
         scale = grad_loss * ctx.poison
         grad_hidden_NH, grad_weight_VH, grad_bias_V = ctx.grads
         ctx.grads = None
@@ -336,7 +355,7 @@ class StudentModule(nn.Module):
         predicted_N: Tensor | None,
         rows: LossRows | None,
     ) -> tuple[Tensor, ...]:
-        """Loss share, estimator and log-probabilities of the kept rows: see ``HeadLoss.forward``.
+        """What the kept rows tell: see ``HeadLoss.forward``.
 
         Args:
             token_ids_T: int64, sequences one behind the other.

@@ -133,8 +133,8 @@ class Rank:
     def train_step(self, *args: Any, **kwargs: Any):
         return self.engine.train_step(*args, **kwargs)
 
-    def measure(self, *args: Any):
-        return self.engine.measure(*args)
+    def measure(self, *args: Any, **kwargs: Any):
+        return self.engine.measure(*args, **kwargs)
 
     def save_hf(self, path: str, *shard_bytes: int) -> None:
         self.engine.save_hf(path, *shard_bytes)
@@ -192,6 +192,11 @@ class Rank:
             yield None
 
         self.engine.train_step(batches, rows(), total_weight=72.0, mask_version=0)
+
+    def memory(self) -> tuple[int, int]:
+        """Parameters that would get a gradient, and whether DeepSpeed's engine was built."""
+        trained = [p for p in self.engine._hf_model.parameters() if p.requires_grad]
+        return len(trained), hasattr(self.engine._engine, "optimizer")
 
     def exit(self) -> None:
         os._exit(1)

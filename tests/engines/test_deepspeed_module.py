@@ -47,13 +47,14 @@ def head(chunk_rows: int, *, bias: bool = False, cls: type = HeadLoss) -> HeadLo
     )
 
 
-def on_device(batch, teacher):
+def on_device(batch, teacher, *, with_entropy: bool = False):
     return loss_rows(
         batch,
         teacher,
         total_weight=4.0,
         device=torch.device("cpu"),
         hidden_dtype=torch.float32,
+        with_entropy=with_entropy,
     )
 
 
@@ -66,7 +67,7 @@ def test_chunked_gradients_equal_plain_autograd(chunk_rows, bias):
     hidden = torch.randn(NUM_ROWS, HIDDEN)
 
     ours, module = hidden.clone().requires_grad_(), head(chunk_rows, bias=bias)
-    share, kl, logprobs = module(ours, data)
+    share, kl, logprobs, entropies = module(ours, data)
     (3 * share).backward()
 
     plain, layer = hidden.clone().requires_grad_(), head(1, bias=bias)
@@ -82,6 +83,7 @@ def test_chunked_gradients_equal_plain_autograd(chunk_rows, bias):
     torch.testing.assert_close(kl, expected_kl.detach(), **close)
     full = torch.log_softmax(logits, -1).gather(1, data.target[:, None])[:, 0]
     torch.testing.assert_close(logprobs, full.detach(), **close)
+    assert entropies is None  # training never pays for them
     torch.testing.assert_close(ours.grad, plain.grad, **close)
     torch.testing.assert_close(module.weight.grad, layer.weight.grad, **close)
     if bias:
@@ -104,10 +106,26 @@ def test_no_more_rows_of_logits_exist_at_once_than_a_chunk_has():
 
 def test_a_micro_batch_without_rows_gives_a_zero_that_runs_backward():
     module, hidden = head(4), torch.randn(0, HIDDEN, requires_grad=True)
-    share, kl, logprobs = module(hidden, on_device(*rows(0)))
+    share, kl, logprobs, _ = module(hidden, on_device(*rows(0)))
     share.backward()
     assert share == 0 and kl.shape == logprobs.shape == (0,)
     assert torch.equal(module.weight.grad, torch.zeros(VOCABULARY, HIDDEN))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
+def test_entropies_are_those_of_the_shared_columns_and_change_no_other_number(chunk_rows):
+    module, hidden = head(chunk_rows), 3 * torch.randn(NUM_ROWS, HIDDEN)
+    plain = module(hidden, on_device(*rows()))
+    *numbers, entropies = module(hidden, on_device(*rows(), with_entropy=True))
+    for a, b in zip(numbers, plain[:3], strict=True):
+        assert torch.equal(a, b)
+    q = torch.softmax((hidden @ module.weight.T).double()[:, :REAL], -1)
+    torch.testing.assert_close(
+        entropies.double(), -(q * q.log()).sum(-1), rtol=1e-5, atol=1e-5, check_dtype=False
+    )
+    module.weight.data[:REAL] = 0.0  # every real token is as likely as the others
+    _, _, _, flat = module(hidden, on_device(*rows(), with_entropy=True))
+    torch.testing.assert_close(flat, torch.full((NUM_ROWS,), np.log(REAL)), rtol=1e-6, atol=1e-6)
 
 
 def test_a_payload_of_another_length_is_refused():

@@ -517,6 +517,61 @@ def test_measuring_gives_the_numbers_of_the_step_and_touches_nothing(
         assert a.loss == pytest.approx(b.loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_student_without_updates_measures_the_same_and_holds_weights_only(
+    tiny_models, sequences, teacher_head, stage
+):
+    group, path = ranks(2), str(tiny_models / "student")
+    halves = [pack(sequences[:3], teacher_head), pack(sequences[3:], teacher_head)]
+    each = [([b], [r]) for b, r in halves]
+    settings = {"teacher_head": teacher_head, "num_real_ids": NUM_REAL_IDS, "zero_stage": stage}
+    found = {}
+    for num_updates in (10, 0):
+        group.call("build", path, num_updates=num_updates, **settings)
+        assert group.call("measure", each=each)[0].entropy is None
+        found[num_updates] = group.call("measure", each=each, entropy=True)
+    assert group.call("memory") == [(0, False)] * 2
+    _, _, kl, logprobs = reference(path, sequences, teacher_head, total_weight=1.0)
+    for part, name in ((kl, "kl"), (logprobs, "logprobs")):
+        mine = np.concatenate([getattr(r, name) for r in found[0]])
+        np.testing.assert_allclose(mine, part, rtol=1e-4, atol=1e-5)
+    for trains, measures in zip(found[10], found[0], strict=True):
+        for name in ("kl", "logprobs", "entropy", "index"):
+            a, b = getattr(measures, name), getattr(trains, name)
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+        assert (measures.entropy > 0).all() and measures.entropy.dtype == np.float32
+        assert measures.policy_version == 0
+
+    with pytest.raises(RankFailure) as failure:
+        step(group, [[half] for half in halves], total_weight=1.0)
+    assert [type(e) for e in failure.value.errors] == [ModelError, ModelError]
+    assert "cannot train: it was started to measure only (num_updates=0)" in str(failure.value)
+    for call in ("save_state", "load_state"):
+        with pytest.raises(RankFailure, match="measure only"):
+            group.call(call, "nowhere")
+    group.call("leave_and_come_back")
+    again = group.call("measure", each=each, entropy=True)
+    np.testing.assert_array_equal(again[1].kl, found[0][1].kl)
+
+
+def test_a_measuring_student_refuses_rows_that_are_no_numbers(tiny_models, sequences, teacher_head):
+    group = ranks(1)
+    group.call(
+        "build",
+        str(tiny_models / "student"),
+        num_updates=0,
+        teacher_head=teacher_head,
+        num_real_ids=NUM_REAL_IDS,
+    )
+    batch, rows = pack(all_ones(sequences), teacher_head)
+    hidden = rows.hidden.copy()
+    hidden[3] = np.nan
+    with pytest.raises(RankFailure) as failure:
+        group.call("measure", [batch], [dataclasses.replace(rows, hidden=hidden)], entropy=True)
+    assert isinstance(failure.value.errors[0], NumericsError)
+    assert "micro-batch 0: 1 of 44 rows" in str(failure.value.errors[0])
+
+
 def test_ranks_that_disagree_and_malformed_batches_are_refused_on_every_rank(
     still_pair, sequences, teacher_head
 ):
