@@ -93,24 +93,23 @@ def _spread(stats: TokenStats) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _empirical_bayes(stats: TokenStats, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Posterior mean and standard deviation of each type's mean loss."""
-    seen = np.isfinite(mean)
+    """Posterior mean and standard deviation of each type's mean loss; NaN where unknown."""
+    posterior, std = np.full((2, len(mean)), np.nan)
     n, variance = _spread(stats)
-    twice = np.isfinite(n)
-    if not twice.any():
-        unknown = np.full(len(mean), np.nan)
-        return unknown, unknown
-    within = (variance * (n - 1))[twice].sum() / (n - 1)[twice].sum()
-    n = stats.effective_rows
+    freedom = (n - 1)[np.isfinite(n)]
+    if not len(freedom):
+        return posterior, std
+    within = (variance[np.isfinite(n)] * freedom).sum() / freedom.sum()
+    seen = np.isfinite(mean)
     grand = stats.loss_sum[seen].sum() / stats.measured[seen].sum()
-    between = 0.0
-    if seen.sum() > 1:
-        between = max(0.0, mean[seen].var(ddof=1) - within / n[seen].mean())
+    n, mean = stats.effective_rows[seen], mean[seen]
+    between = max(0.0, mean.var(ddof=1) - within / n.mean()) if len(mean) > 1 else 0.0
+    # Without any variance every mean is the grand mean, and either may weigh all.
     total = between * n + within
-    if total[seen].min() == 0:  # no variance at all: every mean is the grand mean
-        total = np.ones(len(mean))
-    own = between * n / total
-    return own * mean + (1 - own) * grand, np.sqrt(between * within / total + 0 * mean)
+    own = np.divide(between * n, total, out=np.zeros(len(mean)), where=total > 0)
+    posterior[seen] = own * mean + (1 - own) * grand
+    std[seen] = np.sqrt(own * within / n)
+    return posterior, std
 
 
 def joint_minimum(*scores: np.ndarray) -> np.ndarray:

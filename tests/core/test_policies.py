@@ -179,7 +179,7 @@ def test_whole_rock_windows_weigh_lambda_but_guarded_types_in_them_keep_weight_1
     got = policy.weights(signals, mask_of([5, 9], lam=0.25), rng=audit_rng(0, 1))
     windows = windows_of(signals, [5, 9], 2)
     frozen = windows & ~np.isin(signals.token_ids, guarded)
-    assert (windows & ~frozen).sum() > 50
+    assert (windows & ~frozen).sum() > 5
     np.testing.assert_array_equal(got.weight, np.where(frozen, np.float32(0.25), np.float32(1)))
     assert got.metrics == {
         "freeze/window_share": frozen.mean(),
