@@ -305,12 +305,12 @@ def evolve_figure(path: Path, groups: Mapping[str, Columns]) -> Path:
                 linewidths=0,
                 label=f"{GROUP_NAMES[name]} ({len(early)})",
             )
-        both = np.concatenate([*drawn, [np.nan]])
-        if np.isfinite(both).any():
-            span = np.array([np.nanmin(both) * 0.7, np.nanmax(both) * 1.4])
-            left.plot(span, span, color=BLACK, linewidth=0.9, linestyle=":", label="no change")
-            left.set(xlim=span, ylim=span)
+        both = np.concatenate(drawn) if np.concatenate(drawn).size else np.array([0.1, 1.0])
+        span = np.array([both.min() * 0.7, both.max() * 1.4])
+        left.plot(span, span, color=BLACK, linewidth=0.9, linestyle=":", label="no change")
         left.set(
+            xlim=span,
+            ylim=span,
             xscale="log",
             yscale="log",
             xlabel="mean KL at the early checkpoint, nats (log scale)",
