@@ -43,6 +43,7 @@ from rock_opd.models import (
     stop_token_ids,
     tokenizer_fingerprint,
 )
+from rock_opd.plots import knockout_figure
 from rock_opd.rocklist import read_ids, write_ids
 from rock_opd.tables import Columns, Report, Say, Track, write_table
 from rock_opd.types import Prompt, Rollout, SampleRequest
@@ -544,7 +545,7 @@ def summarize(
     pillars = columns["token_id"][table["verdict"] == PILLAR]
     files = [write_table(output, columns)]
     files += _write_pillars(output, pillars, tokenizer, task)
-    files.append(_draw(output.with_suffix(".png"), columns))
+    files.append(knockout_figure(output.with_suffix(".png"), columns))
     shown = ("token_id", "text", "base_accuracy", "accuracy", "delta", "ci_low", "ci_high")
     shown += ("p", "p_bh", "p_holm", "verdict", "note")
     return Report(
@@ -616,12 +617,6 @@ def _write_pillars(
         made_by="knockout",
         num_problems=len(task.problems),
     )
-
-
-def _draw(path: Path, columns: Columns) -> Path:
-    from rock_opd.plots import knockout_figure
-
-    return knockout_figure(path, columns)
 
 
 # --- what it saves --------------------------------------------------------------------------------

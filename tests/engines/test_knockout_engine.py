@@ -157,6 +157,54 @@ def test_a_ban_that_cannot_be_kept_is_refused(
         generate(plain, ban(request, 3), 0.0)
 
 
+# --- the whole of knockout ------------------------------------------------------------------------
+
+
+class Remote:
+    """The engine in its process, as what ``knockout`` samples from."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.num_requests = 0
+
+    def generate(self, requests: list[SampleRequest], **how: Any) -> list[Rollout]:
+        self.num_requests += len(requests)
+        return self._engine.call("generate", requests, **how)
+
+
+@pytest.mark.parametrize(("temperature", "samples"), [(0.0, 1), (1.0, 2), (0.6, 2)])
+def test_reuse_and_mixed_batches_give_the_naive_loops_answers_token_for_token(
+    temperature: float, samples: int, engine: Any
+):
+    from rock_opd.knockout import Task, mixed_batches, naive_loop
+
+    task = Task(
+        problems=tuple(r.prompt for r in asked(24)),
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=LIMIT,
+        seed=0,
+    )
+    remote = Remote(engine)
+    base = task.answer(remote, task.requests())
+    counts = np.bincount(np.concatenate([a.token_ids for a in base]))
+    candidates = [EOS, *np.argsort(-counts)[:9].tolist(), int((counts == 0).argmax())]
+    candidates = list(dict.fromkeys(candidates))
+
+    remote.num_requests = 0
+    mixed = dict(mixed_batches(remote, task, candidates, base, lot=32))
+    num_mixed, remote.num_requests = remote.num_requests, 0
+    naive = dict(naive_loop(remote, task, candidates))
+    assert 0 < num_mixed < remote.num_requests / 2
+    for v in candidates:
+        for a, b in zip(mixed[v], naive[v], strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)
+            assert a.stopped == b.stopped and v not in a.token_ids
+    if temperature == 0:
+        all_answers = [a for v in candidates for a in mixed[v]]
+        assert any(0 < a.num_sampled < len(a.token_ids) for a in all_answers)
+
+
 # --- model runner 2 (GPU): slots instead of rows --------------------------------------------------
 
 
