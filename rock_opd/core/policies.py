@@ -35,6 +35,11 @@ def audit_rng(seed: int, step: int) -> np.random.Generator:
     return np.random.default_rng((seed, step, _AUDIT))
 
 
+def control_rng(seed: int) -> np.random.Generator:
+    """The generator that orders the types of a random control: the same online and offline."""
+    return np.random.default_rng((seed, 0, _CONTROL))
+
+
 class TokenPolicy(Protocol):
     """What the loop asks of a policy. Steps count from 1."""
 
@@ -268,7 +273,7 @@ class RandomMatched(RockFreeze):
         ids, residual = match_random(
             registry.stats.count,
             rocks,
-            rng=np.random.default_rng((self.seed, 0, _CONTROL)),
+            rng=control_rng(self.seed),
             drop_most_frequent=0 if self.control_may_use_dropped else self.drop_most_frequent,
             never=self.never,
         )
