@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rock_opd.config import Recipe
 from rock_opd.errors import ConfigError
-from rock_opd.types import Rollout, SampleRequest
+from rock_opd.types import Prompt, Rollout, SampleRequest
 
 
 def generate_answers(
@@ -22,17 +22,11 @@ def generate_answers(
     import ray
 
     from rock_opd.actors.groups import start_rollouts
-    from rock_opd.coordinator import sample_seed
     from rock_opd.data import load_prompts, write_answers
     from rock_opd.driver import connect, skipped_lines
     from rock_opd.models import load_tokenizer, num_real_ids, stop_token_ids
 
-    if output.exists():
-        raise ConfigError(f"{output} exists; choose another name or remove it")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error}") from None
+    claim_output(output)
     cfg, teacher = recipe.rollout, recipe.teacher
     tokenizer = load_tokenizer(teacher.model)
     prompts = load_prompts(
@@ -45,11 +39,7 @@ def generate_answers(
     )
     for line in skipped_lines(prompts):
         say(line)
-    requests = [
-        SampleRequest(prompt=p, sample_idx=i, seed=sample_seed(recipe.run.seed, 0, p.prompt_id, i))
-        for p in prompts.prompts
-        for i in range(cfg.samples_per_prompt)
-    ]
+    requests = sample_requests(prompts.prompts, recipe)
     connect(address)
     try:
         rollouts, release = start_rollouts(
@@ -80,3 +70,28 @@ def generate_answers(
     finally:
         ray.shutdown()
     return num
+
+
+def claim_output(output: Path) -> None:
+    """Sees to it that a long command can write its file in the end.
+
+    Raises:
+        ConfigError: it exists, or its folder cannot be made.
+    """
+    if output.exists():
+        raise ConfigError(f"{output} exists; choose another name or remove it")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error}") from None
+
+
+def sample_requests(prompts: Sequence[Prompt], recipe: Recipe) -> list[SampleRequest]:
+    """Every response to these prompts; the seeds are those of step 0."""
+    from rock_opd.coordinator import sample_seed
+
+    return [
+        SampleRequest(prompt=p, sample_idx=i, seed=sample_seed(recipe.run.seed, 0, p.prompt_id, i))
+        for p in prompts
+        for i in range(recipe.rollout.samples_per_prompt)
+    ]

@@ -359,15 +359,20 @@ def _text_places(rollout: Rollout, newlines: np.ndarray) -> tuple[np.ndarray, np
     return (np.cumsum(breaks) - breaks)[at], column[at]
 
 
-def merge(parts: Sequence[Path], path: Path) -> FileInfo:
+def merge(parts: Sequence[Path], path: Path) -> int:
     """Writes one file with the rows of several, in that order; samples are numbered anew.
 
+    Returns:
+        How many there are.
+
     Raises:
-        DataError: what ``read_info`` raises of a part (one without rows is fine), parts that
-            disagree on more than ``num_empty``, or a place that cannot be written.
+        DataError: what ``read_info`` raises of a part (one without rows is fine), no rows in any,
+            parts that disagree on more than ``num_empty``, or a place that cannot be written.
     """
-    infos = [_open(part)[1] for part in parts]
-    info = _common(parts, infos)
+    opened = [_open(part) for part in parts]
+    info = _common(parts, [info for _, info in opened])
+    if not sum(num_rows for num_rows, _ in opened):
+        raise DataError(f"occurrences {path}: no rows: all {info.num_empty} responses are empty")
     file, num_samples = _Partial(path, info), 0
     try:
         for part in parts:
@@ -380,7 +385,7 @@ def merge(parts: Sequence[Path], path: Path) -> FileInfo:
         file.abandon()
         raise
     file.close(num_empty=info.num_empty)
-    return info
+    return num_samples
 
 
 # --- reading --------------------------------------------------------------------------------------
