@@ -14,21 +14,23 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rock_opd.config import Recipe
 from rock_opd.core.policies import TokenPolicy
 from rock_opd.core.registry import Registry
 from rock_opd.errors import DataError
 from rock_opd.evaluate import HeldoutKL
+from rock_opd.probe import ProbeSet
 from rock_opd.runlog import to_json, write_atomic
 from rock_opd.types import Rollout
 
-FORMAT = 1
-HELDOUT_FIELDS = (
+FORMAT = 2
+ROLLOUT_FIELDS = (
     "prompt_id",
     "sample_idx",
     "finish_reason",
@@ -36,6 +38,7 @@ HELDOUT_FIELDS = (
     "prompt_len",
     "teacher_id",
 )
+ROLLOUT_ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}
 
 
 @dataclass
@@ -46,6 +49,7 @@ class RunState:
     num_updates: int = 0
     heldout: list[Rollout] = field(default_factory=list)
     heldout_before: HeldoutKL | None = None
+    probe: ProbeSet = field(default_factory=ProbeSet)
     best_accuracy: float = -1.0
     num_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -71,19 +75,56 @@ def pack_state(
     if state.heldout_before is not None:
         arrays["before.kl"] = state.heldout_before.kl
         arrays["before.counts"] = state.heldout_before.counts
-    for i, rollout in enumerate(state.heldout):
-        arrays[f"heldout{i}.token_ids"] = rollout.token_ids
-        arrays[f"heldout{i}.loss_mask"] = rollout.loss_mask
-        arrays[f"heldout{i}.logprobs"] = rollout.logprobs
-        if rollout.teacher_prefix_ids is not None:
-            arrays[f"heldout{i}.teacher_prefix_ids"] = rollout.teacher_prefix_ids
+    arrays["probe.loss_pre"] = state.probe.loss_pre
     numbers = {
         **{name: getattr(state, name) for name in NUMBERS},
         "fingerprints": fingerprints,
         "scalars": scalars,
-        "heldout": [{name: getattr(r, name) for name in HELDOUT_FIELDS} for r in state.heldout],
     }
+    for name, rollouts in (("heldout", state.heldout), ("probe", state.probe.rollouts)):
+        numbers[name], packed = pack_rollouts(rollouts)
+        arrays |= {f"{name}.rollouts.{column}": values for column, values in packed.items()}
     return numbers, arrays
+
+
+def pack_rollouts(
+    rollouts: list[Rollout],
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Rollouts as one JSON-able row each, and their arrays laid flat, kept exactly."""
+    prefixes = [rollout.teacher_prefix_ids for rollout in rollouts]
+    arrays = {
+        "lengths": np.array([len(rollout.token_ids) for rollout in rollouts], np.int64),
+        "prefix_lengths": np.array([-1 if p is None else len(p) for p in prefixes], np.int64),
+        "prefix_ids": _flat([p for p in prefixes if p is not None], np.int32),
+        **{
+            name: _flat([getattr(rollout, name) for rollout in rollouts], dtype)
+            for name, dtype in ROLLOUT_ARRAYS.items()
+        },
+    }
+    return [{name: getattr(r, name) for name in ROLLOUT_FIELDS} for r in rollouts], arrays
+
+
+def unpack_rollouts(rows: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Rollout]:
+    """The inverse of ``pack_rollouts``."""
+    lengths, prefix_lengths = arrays["lengths"], arrays["prefix_lengths"]
+    columns = {name: _cut(arrays[name], lengths) for name in ROLLOUT_ARRAYS}
+    prefixes = _cut(arrays["prefix_ids"], np.maximum(prefix_lengths, 0))
+    return [
+        Rollout(
+            **row,
+            **{name: parts[i] for name, parts in columns.items()},
+            teacher_prefix_ids=prefixes[i] if prefix_lengths[i] >= 0 else None,
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def _flat(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
 
 def unpack_state(
@@ -116,13 +157,45 @@ def unpack_state(
     registry.load_state_dict(part("registry."))
     policy.load_state_dict(part("policy."))
     before = part("before.")
+
+    def rollouts(name: str) -> list[Rollout]:
+        return unpack_rollouts(numbers[name], part(f"{name}.rollouts."))
+
     return RunState(
         **{name: numbers[name] for name in NUMBERS},
-        heldout=[
-            Rollout(**part(f"heldout{i}."), **row) for i, row in enumerate(numbers["heldout"])
-        ],
+        heldout=rollouts("heldout"),
         heldout_before=HeldoutKL(**before) if before else None,
+        probe=ProbeSet(rollouts=rollouts("probe"), loss_pre=arrays["probe.loss_pre"]),
     )
+
+
+def identity(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe a run may not change when it goes on; the rest (placement, logging, how
+    often to save) it may."""
+    rollout = recipe.rollout
+    kept = {
+        "run.seed": recipe.run.seed,
+        "data.source": recipe.data.source,
+        "data.shuffle": recipe.data.shuffle,
+        "teacher.model": Path(recipe.teacher.model).name,
+        "teacher.payload": recipe.teacher.payload,
+        **{
+            f"rollout.{name}": getattr(rollout, name)
+            for name in (
+                "prompts_per_step",
+                "samples_per_prompt",
+                "temperature",
+                "top_p",
+                "max_new_tokens",
+            )
+        },
+    }
+    for section in ("optim", "loss", "policy", "probe"):
+        part = getattr(recipe, section)
+        kept |= {f"{section}.{f.name}": getattr(part, f.name) for f in fields(part)}
+    for key in ("policy.ids_file", "policy.guard_file"):
+        kept[key] = None  # where a list lies is no matter: its ids are in the mask, or compared
+    return to_json(kept)
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:

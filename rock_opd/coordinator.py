@@ -8,26 +8,27 @@ only. The loop knows records and groups of roles, no Ray.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rock_opd.checkpoint import (
     RunState,
+    identity,
     load_checkpoint,
     pack_state,
     save_checkpoint,
     unpack_state,
 )
 from rock_opd.config import Recipe
-from rock_opd.core.batching import Deal, build_batches, deal, flatten, scatter, total_weight
+from rock_opd.core.batching import build_batches, flatten, scatter, total_weight
 from rock_opd.core.metrics import (
     Metrics,
     freeze_metrics,
@@ -37,10 +38,21 @@ from rock_opd.core.metrics import (
 )
 from rock_opd.core.policies import audit_rng, make_policy
 from rock_opd.core.registry import Registry, TokenStats
-from rock_opd.data import PromptSet, given_rollouts
+from rock_opd.data import given_rollouts
 from rock_opd.errors import NumericsError
-from rock_opd.evaluate import HeldoutKL, heldout_summary
-from rock_opd.runlog import RunLog, to_json
+from rock_opd.evaluate import (
+    Grader,
+    answer_problems,
+    heldout_frozen,
+    heldout_kl,
+    heldout_summary,
+    response_text,
+    sample_answers,
+)
+from rock_opd.inputs import Inputs
+from rock_opd.measure import Measured, deal_rollouts, measure
+from rock_opd.probe import context_facts, reservoir_rng, window_encoder
+from rock_opd.runlog import OccurrenceLog, RunLog, type_rows
 from rock_opd.types import (
     FreezeMask,
     Prompt,
@@ -48,35 +60,16 @@ from rock_opd.types import (
     SampleRequest,
     StepResult,
     TeacherScores,
-    TokenWeights,
 )
 
 ROLES_OF_PHASE = {
+    "probe": ("teacher",),
     "rollout": ("rollout",),
     "teacher": ("teacher",),
     "train": ("student",),
     "sync": ("student", "rollout"),
 }
 """Which roles hold the shared GPUs in a phase (``placement.colocate``)."""
-
-
-class Grader(Protocol):
-    """Grades answers against gold ones, wherever that may run."""
-
-    def __call__(self, answers: list[str], golds: list[str]) -> list[bool]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What was read and checked before any engine started."""
-
-    prompts: PromptSet
-    heldout: tuple[Prompt, ...]
-    problems: tuple[Prompt, ...]
-    tokenizer: Any
-    num_real_ids: int
-    frozen_list: np.ndarray | None
-    """int32: the ids of ``policy.ids_file``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +118,31 @@ class Coordinator:
         self.policy = make_policy(
             policy.name,
             ids=inputs.frozen_list,
+            never=inputs.guard_ids,
             lam=policy.lam,
+            score=policy.score,
             top_k=policy.top_k,
+            threshold=policy.threshold,
+            hysteresis=policy.hysteresis,
             drop_most_frequent=policy.drop_most_frequent,
             control_may_use_dropped=policy.control_may_use_dropped,
             min_count=policy.min_count,
             warmup_steps=policy.warmup_steps,
             refresh_every=policy.refresh_every,
             audit_share=policy.audit_share,
+            window_radius=policy.window_radius,
+            window_threshold=policy.window_threshold,
             seed=recipe.run.seed,
         )
+        if recipe.uses_probe:
+            self._encoder = window_encoder(
+                recipe.probe,
+                teacher=recipe.teacher.model,
+                num_real_ids=inputs.num_real_ids,
+                seed=recipe.run.seed,
+            )
+        if recipe.log.occurrences:
+            self._occurrences = OccurrenceLog(recipe, inputs.tokenizer, inputs.num_real_ids)
         self.state = RunState()
         self._clock: dict[str, float] = {}
         self._saved_step = -1
@@ -181,6 +189,10 @@ class Coordinator:
         self._clock = {}
         step_started = time.monotonic()
 
+        # 0. where types are chosen by their contexts, the probe set is measured before the choice
+        if recipe.uses_probe and self.policy.is_due(step):
+            self._measure_probe(step)
+
         # 1. prompts, in an order that is a function of seed and step
         prompts = self.inputs.prompts.batch(step - 1, recipe.rollout.prompts_per_step)
 
@@ -193,7 +205,7 @@ class Coordinator:
 
         # 3. the teacher scores every sampled token, and keeps its hidden rows
         with self._phase("teacher"):
-            lots = self._deal(rollouts)
+            lots = deal_rollouts(recipe, rollouts)
             scores = self.roles.teachers.score(lots, rollouts)
         signals = flatten(rollouts, scores)
 
@@ -234,13 +246,17 @@ class Coordinator:
                 num_types=self.inputs.num_real_ids,
             )
         )
-        gap = gap_metrics(scatter(results, signals.num_tokens, "logprobs"), signals)
+        logprobs = scatter(results, signals.num_tokens, "logprobs")
+        measured = Measured(signals=signals, kl=kl, logprobs=logprobs, entropy=None)
+        if recipe.uses_probe and step <= recipe.policy.warmup_steps:
+            state.probe.collect(rollouts, measured, recipe.probe)
+        gap = gap_metrics(logprobs, signals)
         self._check_gap(gap, step)
 
         # 7. the new weights go back to every rollout worker
         with self._phase("sync"):
-            if trains:
-                self._sync(step)
+            if trains and self._push_weights():
+                self.log.event("sync", step, version=state.num_updates)
 
         self._clock["step"] = time.monotonic() - step_started
         rx_bytes = sum(_num_bytes(x) for x in [*rollouts, *scores, *results])
@@ -250,6 +266,7 @@ class Coordinator:
             **train_metrics(results, weights, kl, denominator, recipe.optim.max_grad_norm),
             "train/num_updates": state.num_updates,
             **freeze_metrics(signals, weights, self.policy.mask),
+            **weights.metrics,
             **rollout_metrics(rollouts),
             **gap,
             "coordinator/rx_bytes": rx_bytes,
@@ -258,34 +275,63 @@ class Coordinator:
             "perf/tokens_per_s": signals.num_tokens / self._clock["step"],
             **{
                 f"time/{name}_s": self._clock.get(name)
-                for name in ("rollout", "teacher", "train", "sync", "step")
+                for name in ("probe", "rollout", "teacher", "train", "sync", "step")
             },
         }
         for name, seconds in self._clock.items():
             state.seconds[name] = state.seconds.get(name, 0.0) + seconds
         state.frozen_share.append(values["freeze/type_share"])
         self.log.metrics(step, values)
+        if recipe.log.occurrences:
+            self._occurrences.write(step, rollouts, measured, weights)
         if step % recipe.log.registry_every == 0:
             self._snapshot()
         return values
 
     # ---------------------------------------------------------------- parts of a step
 
+    def _measure_probe(self, step: int) -> None:
+        """Brings the registry's CCR up to date: the student as it is now on the probe set."""
+        cfg, probe = self.recipe.probe, self.state.probe
+        if self.registry.ccr is None and len(probe.rollouts) < cfg.num_rollouts:
+            self.progress.say(
+                f"step {step}: the probe set holds {len(probe.rollouts)} of probe.num_rollouts="
+                f"{cfg.num_rollouts} rollouts, all there were before the first selection; more "
+                "policy.warmup_steps would fill it"
+            )
+        with self._phase("probe"):
+            stats = probe.context(
+                measure(self.roles, self.recipe, probe.rollouts),
+                cfg,
+                self._encoder,
+                num_types=self.inputs.num_real_ids,
+                rng=reservoir_rng(self.recipe.run.seed, step),
+            )
+        self.registry.set_context(stats.ccr)
+        self.log.event(
+            "probe",
+            step,
+            version=self.state.num_updates,
+            num_rollouts=len(probe.rollouts),
+            num_tokens=len(probe.loss_pre),
+            **context_facts(stats),
+            seconds=self._clock["probe"],
+        )
+
+    def _requests(
+        self, prompts: Sequence[Prompt], num_samples: int, *, step: int
+    ) -> list[SampleRequest]:
+        seed = self.recipe.run.seed
+        return [
+            SampleRequest(prompt=p, sample_idx=i, seed=sample_seed(seed, step, p.prompt_id, i))
+            for p in prompts
+            for i in range(num_samples)
+        ]
+
     def _sample(self, prompts: list[Prompt], step: int) -> list[Rollout]:
         cfg = self.recipe.rollout
-        requests = [
-            SampleRequest(
-                prompt=p, sample_idx=i, seed=sample_seed(self.recipe.run.seed, step, p.prompt_id, i)
-            )
-            for p in prompts
-            for i in range(cfg.samples_per_prompt)
-        ]
-        rollouts = self.roles.rollouts.generate(
-            requests,
-            temperature=cfg.temperature,
-            top_p=cfg.top_p,
-            max_new_tokens=cfg.max_new_tokens,
-        )
+        requests = self._requests(prompts, cfg.samples_per_prompt, step=step)
+        rollouts = sample_answers(self.roles, requests, cfg)
         stale = sorted({r.policy_version for r in rollouts} - {self.state.num_updates})
         if stale:
             raise NumericsError(
@@ -293,14 +339,6 @@ class Coordinator:
                 f"v{self.state.num_updates}"
             )
         return rollouts
-
-    def _deal(self, rollouts: list[Rollout]) -> Deal:
-        return deal(
-            rollouts,
-            num_ranks=self.recipe.student.num_ranks,
-            micro_batch_tokens=self.recipe.student.micro_batch_tokens,
-            num_teachers=self.recipe.teacher.num_replicas,
-        )
 
     def _tell_mask(self, old: FreezeMask, mask: FreezeMask, step: int) -> None:
         """A new mask version: who froze, who thawed, with the numbers that decided it."""
@@ -325,25 +363,8 @@ class Coordinator:
                 )
 
     def _type_rows(self, ids: np.ndarray) -> list[dict[str, Any]]:
-        mean, score, count = (
-            self.registry.mean_loss(),
-            self.registry.score(),
-            self.registry.stats.count,
-        )
-        return [
-            {
-                "id": int(i),
-                "text": self.inputs.tokenizer.decode([int(i)]),
-                "count": float(count[i]),
-                "mean_kl": float(mean[i]),
-                "score": float(score[i]),
-            }
-            for i in ids
-        ]
-
-    def _sync(self, step: int) -> None:
-        if self._push_weights():
-            self.log.event("sync", step, version=self.state.num_updates)
+        score = self.recipe.policy.score
+        return type_rows(self.registry, ids, score=score, tokenizer=self.inputs.tokenizer)
 
     def _push_weights(self) -> bool:
         """Brings the rollout workers to the trainer's version; False when the run has none."""
@@ -376,38 +397,9 @@ class Coordinator:
         if not self.inputs.heldout:
             return
         self.progress.phase = "held-out KL before"
-        cfg = self.recipe.rollout
-        seed = self.recipe.run.seed
-        requests = [
-            SampleRequest(prompt=p, sample_idx=0, seed=sample_seed(seed, 0, p.prompt_id, 0))
-            for p in self.inputs.heldout
-        ]
-        self.roles.turn("rollout")
-        self.state.heldout = self.roles.rollouts.generate(
-            requests,
-            temperature=cfg.temperature,
-            top_p=cfg.top_p,
-            max_new_tokens=cfg.max_new_tokens,
-        )
-        self.state.heldout_before = self._heldout_kl()
-
-    def _heldout_kl(self) -> HeldoutKL:
-        rollouts = self.state.heldout
-        lots = self._deal(rollouts)
-        self.roles.turn("teacher")
-        signals = flatten(rollouts, self.roles.teachers.score(lots, rollouts))
-        ones = np.ones(signals.num_tokens, np.float32)
-        self.roles.turn("student")
-        results = self.roles.students.measure(
-            build_batches(lots, rollouts, TokenWeights(weight=ones, measure=ones))
-        )
-        self.roles.teachers.clear()
-        return HeldoutKL.from_flat(scatter(results, signals.num_tokens, "kl"), rollouts)
-
-    def _heldout_frozen(self) -> np.ndarray:
-        """bool [N]: held-out positions whose type is frozen now."""
-        ids = [r.token_ids[r.positions] for r in self.state.heldout]
-        return np.isin(np.concatenate(ids) if ids else np.zeros(0), self.policy.mask.frozen_ids)
+        requests = self._requests(self.inputs.heldout, 1, step=0)
+        self.state.heldout = sample_answers(self.roles, requests, self.recipe.rollout)
+        self.state.heldout_before = heldout_kl(self.roles, self.recipe, self.state.heldout)
 
     def _evaluate(self) -> float | None:
         """Accuracy on the recipe's problems; keeps the student when it is the best so far."""
@@ -418,31 +410,13 @@ class Coordinator:
         cfg, state = self.recipe.eval, self.state
         self.progress.phase = "evaluate"
         started = time.monotonic()
-        requests = [
-            SampleRequest(
-                prompt=p, sample_idx=i, seed=sample_seed(self.recipe.run.seed, -1, p.prompt_id, i)
-            )
-            for p in self.inputs.problems
-            for i in range(cfg.samples)
-        ]
-        self.roles.turn("rollout")
-        answers = self.roles.rollouts.generate(
-            requests, temperature=cfg.temperature, top_p=1.0, max_new_tokens=cfg.max_new_tokens
-        )
-        right = self.grader(
-            [self._response_text(a) for a in answers], [r.prompt.answer or "" for r in requests]
-        )
-        accuracy = sum(right) / len(right)
+        requests = self._requests(self.inputs.problems, cfg.samples, step=-1)
+        found = answer_problems(self.roles, requests, cfg, self.inputs.tokenizer, self.grader)
+        accuracy = found["accuracy"]
         self._accuracy = (state.step, accuracy)
         best = accuracy > state.best_accuracy
         self.log.event(
-            "evaluate",
-            state.step,
-            accuracy=accuracy,
-            num_answers=len(right),
-            truncated=sum(a.finish_reason == "length" for a in answers) / len(answers),
-            best=best,
-            seconds=time.monotonic() - started,
+            "evaluate", state.step, **found, best=best, seconds=time.monotonic() - started
         )
         if best:
             state.best_accuracy = accuracy
@@ -450,11 +424,6 @@ class Coordinator:
                 self.roles.turn("student")
                 self.roles.students.save_hf(self.recipe.run_dir / "best")
         return accuracy
-
-    def _response_text(self, rollout: Rollout) -> str:
-        return self.inputs.tokenizer.decode(
-            rollout.token_ids[rollout.positions], skip_special_tokens=True
-        )
 
     # ---------------------------------------------------------------- checkpoint, resume, end
 
@@ -468,6 +437,9 @@ class Coordinator:
             "held-out prompts": " ".join(p.prompt_id for p in self.inputs.heldout),
             "vocabulary": self.inputs.num_real_ids,
             "number of steps": self.num_steps,
+            "guarded ids": hashlib.blake2b(
+                np.sort(self.inputs.guard_ids).astype(np.int32).tobytes(), digest_size=8
+            ).hexdigest(),
             **identity(self.recipe),
         }
 
@@ -531,10 +503,9 @@ class Coordinator:
         after = None
         if state.heldout:
             self.progress.phase = "held-out KL after"
-            after = self._heldout_kl()
-        summary |= heldout_summary(
-            state.heldout_before, after, frozen=self._heldout_frozen(), seed=recipe.run.seed
-        )
+            after = heldout_kl(self.roles, recipe, state.heldout)
+        frozen = heldout_frozen(state.heldout, self.policy.mask.frozen_ids)
+        summary |= heldout_summary(state.heldout_before, after, frozen=frozen, seed=recipe.run.seed)
         summary["samples"] = self._before_and_after()
         summary["accuracy"] = self._evaluate()
         self.progress.phase = "saving"
@@ -546,30 +517,25 @@ class Coordinator:
         return summary
 
     def _top_types(self, num: int) -> list[dict[str, Any]]:
-        """The types with the highest score, with whether they are frozen now."""
+        """The types with the highest Rock Score, with whether they are frozen now."""
         ids = self.registry.table(top=num)["token_id"]
         frozen = np.isin(ids, self.policy.mask.frozen_ids)
         rows = zip(self._type_rows(ids), frozen, strict=True)
-        return [row | {"frozen": bool(f)} for row, f in rows if row["score"] > 0]
+        return [row | {"frozen": bool(f)} for row, f in rows if row["R"] > 0]
 
     def _before_and_after(self) -> dict[str, str] | None:
         """One held-out prompt, answered by the starting and by the trained student with the same
         seed."""
         if not self.state.heldout:
             return None
-        cfg, prompt = self.recipe.rollout, self.inputs.heldout[0]
-        seed = sample_seed(self.recipe.run.seed, 0, prompt.prompt_id, 0)
-        self.roles.turn("rollout")
-        [after] = self.roles.rollouts.generate(
-            [SampleRequest(prompt=prompt, sample_idx=0, seed=seed)],
-            temperature=cfg.temperature,
-            top_p=cfg.top_p,
-            max_new_tokens=cfg.max_new_tokens,
+        prompt, tokenizer = self.inputs.heldout[0], self.inputs.tokenizer
+        [after] = sample_answers(
+            self.roles, self._requests([prompt], 1, step=0), self.recipe.rollout
         )
         return {
-            "prompt": self.inputs.tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
-            "before": self._response_text(self.state.heldout[0]),
-            "after": self._response_text(after),
+            "prompt": tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
+            "before": response_text(tokenizer, self.state.heldout[0]),
+            "after": response_text(tokenizer, after),
         }
 
     @contextmanager
@@ -581,38 +547,8 @@ class Coordinator:
         self._clock[name] = time.monotonic() - started
 
 
-def identity(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe a run may not change when it goes on; the rest (placement, logging, how
-    often to save) it may."""
-    rollout = recipe.rollout
-    kept = {
-        "run.seed": recipe.run.seed,
-        "data.source": recipe.data.source,
-        "data.shuffle": recipe.data.shuffle,
-        "teacher.model": Path(recipe.teacher.model).name,
-        "teacher.payload": recipe.teacher.payload,
-        **{
-            f"rollout.{name}": getattr(rollout, name)
-            for name in (
-                "prompts_per_step",
-                "samples_per_prompt",
-                "temperature",
-                "top_p",
-                "max_new_tokens",
-            )
-        },
-    }
-    for section in ("optim", "loss", "policy"):
-        part = getattr(recipe, section)
-        kept |= {f"{section}.{f.name}": getattr(part, f.name) for f in fields(part)}
-    kept["policy.ids_file"] = None  # its ids are in the mask
-    return to_json(kept)
-
-
 def sample_seed(run_seed: int, step: int, prompt_id: str, sample_idx: int) -> int:
     """Seed of one sample: a function of what it is, not of who samples it. In [0, 2**31)."""
-    import hashlib
-
     text = f"{run_seed}/{step}/{prompt_id}/{sample_idx}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") & 0x7FFFFFFF
 

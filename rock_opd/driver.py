@@ -7,7 +7,6 @@ sits on the head node, where running out of memory would take the cluster's cont
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import threading
@@ -19,59 +18,13 @@ from typing import Any
 
 from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
-from rock_opd.coordinator import Coordinator, Inputs, Progress
-from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, load_token_list
+from rock_opd.coordinator import Coordinator, Progress
+from rock_opd.data import PromptSet
 from rock_opd.errors import ConfigError, RockOPDError, RoleError
-from rock_opd.models import load_tokenizer, model_facts, num_real_ids, stop_token_ids
-from rock_opd.types import Prompt
+from rock_opd.inputs import Inputs, load_inputs
+from rock_opd.models import stop_token_ids
 
 POLL_S = 0.3
-
-
-def load_inputs(recipe: Recipe) -> Inputs:
-    """Reads and checks everything that needs no engine.
-
-    Raises:
-        ConfigError, DataError, ModelError: one line each.
-    """
-    from_run = recipe.student.from_run
-    if from_run is not None and not (Path(recipe.student.model) / "config.json").is_file():
-        raise ConfigError(f"student.from_run {from_run}: no model/ in it; has that run finished?")
-    for key, asked, module in (
-        ("log.wandb_project", recipe.log.wandb_project, "wandb"),
-        ("log.mlflow_uri", recipe.log.mlflow_uri, "mlflow"),
-    ):
-        if asked is not None and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{key} needs {module}: pip install 'rock-opd[{module}]'")
-    for model in (recipe.student.model, recipe.teacher.model):
-        if Path(model).is_dir():
-            model_facts(model)  # refuses weights that are missing or cut short
-    tokenizer = load_tokenizer(recipe.student.model)
-    width = num_real_ids(recipe.student.model, recipe.teacher.model)
-    limit = recipe.rollout.max_prompt_tokens
-    prompts = load_prompts(
-        recipe.data,
-        tokenizer=tokenizer,
-        max_prompt_tokens=limit,
-        max_response_tokens=recipe.rollout.max_new_tokens,
-        teacher_prefix_tokens=recipe.teacher.prefix_tokens,
-        seed=recipe.run.seed,
-    )
-    reading = {"tokenizer": tokenizer, "max_prompt_tokens": limit}
-    heldout: tuple[Prompt, ...] = ()
-    if recipe.eval.num_heldout:
-        prefix = recipe.teacher.prefix_tokens
-        heldout = load_heldout(recipe.data, recipe.eval, teacher_prefix_tokens=prefix, **reading)
-    problems = load_problems(recipe.data, recipe.eval, **reading) if recipe.eval.problems else None
-    ids_file = recipe.policy.ids_file
-    return Inputs(
-        prompts=prompts,
-        heldout=heldout,
-        problems=problems.prompts if problems else (),
-        tokenizer=tokenizer,
-        num_real_ids=width,
-        frozen_list=load_token_list(ids_file, width) if ids_file else None,
-    )
 
 
 def num_steps(recipe: Recipe, prompts: PromptSet, *, dtype: str) -> int:
@@ -108,7 +61,7 @@ class CoordinatorActor:
         from rock_opd.actors.groups import resolve_device, start_roles
 
         inputs = inputs or load_inputs(recipe)
-        for line in skipped_lines(inputs.prompts):
+        for line in (*skipped_lines(inputs.prompts), *inputs.notices):
             self._progress.say(line)
         dtype = resolve_dtype(recipe.student.dtype, resolve_device(recipe))
         steps = num_steps(recipe, inputs.prompts, dtype=dtype)
@@ -277,7 +230,11 @@ def anchor_paths(recipe: Recipe, base: Path) -> Recipe:
             from_run=anchored(recipe.student.from_run),
         ),
         teacher=replace(recipe.teacher, model=anchored(recipe.teacher.model)),
-        policy=replace(recipe.policy, ids_file=anchored(recipe.policy.ids_file)),
+        policy=replace(
+            recipe.policy,
+            ids_file=anchored(recipe.policy.ids_file),
+            guard_file=anchored(recipe.policy.guard_file),
+        ),
         eval=replace(
             recipe.eval,
             heldout_prompts=anchored(recipe.eval.heldout_prompts),

@@ -1,14 +1,24 @@
-"""Grading answers to problems inside a run, and before-and-after divergence on held-out
-positions."""
+"""What a run measures of its student beside training: accuracy on problems, and the divergence
+on held-out positions, before and after."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from rock_opd.config import EvalConfig, Recipe, RolloutConfig
 from rock_opd.core.analysis import paired_bootstrap_change
-from rock_opd.types import Rollout
+from rock_opd.measure import measure
+from rock_opd.types import Rollout, SampleRequest
+
+
+class Grader(Protocol):
+    """Grades answers against gold ones, wherever that may run."""
+
+    def __call__(self, answers: list[str], golds: list[str]) -> list[bool]: ...
 
 
 def grade(answers: list[str], golds: list[str], *, timeout_s: int = 5) -> list[bool]:
@@ -30,6 +40,57 @@ def grade(answers: list[str], golds: list[str], *, timeout_s: int = 5) -> list[b
     return right
 
 
+def sample_answers(
+    roles: Any, requests: Sequence[SampleRequest], cfg: RolloutConfig
+) -> list[Rollout]:
+    """Responses as in training.
+
+    Args:
+        roles: ``actors.groups.Roles``, or what stands in for it.
+    """
+    roles.turn("rollout")
+    return roles.rollouts.generate(
+        requests,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        max_new_tokens=cfg.max_new_tokens,
+    )
+
+
+def answer_problems(
+    roles: Any,
+    requests: Sequence[SampleRequest],
+    cfg: EvalConfig,
+    tokenizer: Any,
+    grader: Grader,
+) -> dict[str, float]:
+    """Answers problems and grades them.
+
+    Args:
+        requests: at least one; their prompts carry the gold answers.
+
+    Returns:
+        ``accuracy`` and ``truncated`` (by the length limit) as shares of ``num_answers``.
+    """
+    roles.turn("rollout")
+    answers = roles.rollouts.generate(
+        requests, temperature=cfg.temperature, top_p=1.0, max_new_tokens=cfg.max_new_tokens
+    )
+    right = grader(
+        [response_text(tokenizer, a) for a in answers], [r.prompt.answer or "" for r in requests]
+    )
+    return {
+        "accuracy": sum(right) / len(right),
+        "num_answers": len(right),
+        "truncated": sum(a.finish_reason == "length" for a in answers) / len(answers),
+    }
+
+
+def response_text(tokenizer: Any, rollout: Rollout) -> str:
+    """The sampled tokens, decoded without special ones."""
+    return tokenizer.decode(rollout.token_ids[rollout.positions], skip_special_tokens=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldoutKL:
     """Reverse KL on fixed positions of S sequences laid flat."""
@@ -49,6 +110,17 @@ class HeldoutKL:
         """float64 [S]: nats per sequence."""
         edges = np.concatenate([[0], np.cumsum(self.counts)])
         return np.diff(np.concatenate([[0.0], np.cumsum(self.kl, dtype=np.float64)])[edges])
+
+
+def heldout_kl(roles: Any, recipe: Recipe, rollouts: list[Rollout]) -> HeldoutKL:
+    """The divergence on given responses, by the student as it stands."""
+    return HeldoutKL.from_flat(measure(roles, recipe, rollouts).kl, rollouts)
+
+
+def heldout_frozen(rollouts: list[Rollout], frozen_ids: np.ndarray) -> np.ndarray:
+    """bool [N]: held-out positions whose type is among the frozen."""
+    ids = [r.token_ids[r.positions] for r in rollouts]
+    return np.isin(np.concatenate([np.zeros(0, np.int32), *ids]), frozen_ids)
 
 
 def heldout_summary(

@@ -86,7 +86,7 @@ class ProbeSet:
         Args:
             measured: of all of ``rollouts``, by the student that sampled them.
         """
-        kept = rollouts[: cfg.num_rollouts - len(self.rollouts)]
+        kept = rollouts[: max(0, cfg.num_rollouts - len(self.rollouts))]
         num = sum(len(rollout.positions) for rollout in kept)
         loss = probe_loss(measured, cfg.loss)[:num].astype(np.float32)
         first = len(self.rollouts)
@@ -131,3 +131,16 @@ class ProbeSet:
             max_pairs=cfg.max_pairs,
             rng=rng,
         )
+
+
+def context_facts(stats: ContextStats) -> dict[str, float | int]:
+    """The numbers of one measurement over all types, as they are logged."""
+    return {
+        "tau_pre": stats.tau_pre,
+        "tau_post": stats.tau_post,
+        "persistent": int(stats.persistent.sum()),
+        "persistent_types": int((stats.persistent > 0).sum()),
+        "judged": int(stats.judged.sum()),
+        "kept": float(stats.kept.sum()),
+        "num_pairs": stats.num_pairs,
+    }

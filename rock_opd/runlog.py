@@ -1,4 +1,5 @@
-"""The run's folder: resolved recipe, versions, metrics, events, registry snapshots, summary.
+"""The run's folder: resolved recipe, versions, metrics, events, registry snapshots, occurrences,
+summary.
 
 Every file is append-only or written aside and renamed; a resumed run first drops what lies beyond
 the step it goes on from, so that no step stands twice.
@@ -19,6 +20,11 @@ from typing import Any
 import numpy as np
 
 from rock_opd.config import LogConfig, Recipe, recipe_yaml
+from rock_opd.core.registry import Registry
+from rock_opd.measure import Measured
+from rock_opd.models import tokenizer_fingerprint
+from rock_opd.occurrences import FileInfo, Occurrences, OccurrenceWriter, newline_counts
+from rock_opd.types import Rollout, TokenWeights
 
 LIBRARIES = (
     "torch",
@@ -87,9 +93,12 @@ class RunLog:
         keep = 0 if resume_step is None else resume_step
         for path in (self._metrics_path, self._events_path):
             _drop_after(path, keep if resume_step is not None else -1)
-        for snapshot in (self.dir / "registry").glob("step_*.parquet"):
-            if resume_step is None or int(snapshot.stem.removeprefix("step_")) > resume_step:
-                snapshot.unlink()
+        for folder in ("registry", "occurrences"):
+            for file in (self.dir / folder).glob("step_*.parquet*"):
+                step = file.name.removeprefix("step_").partition(".")[0]
+                whole = file.suffix == ".parquet"
+                if resume_step is None or not whole or int(step) > resume_step:
+                    file.unlink()
         write_atomic(self.dir / "config.yaml", recipe_yaml(recipe))
         write_atomic(self.dir / "versions.json", json.dumps(library_versions(), indent=1))
         self._sinks = _sinks(recipe.log, self.dir, recipe, purge_step=keep + 1)
@@ -103,7 +112,7 @@ class RunLog:
             sink.write(step, {k: v for k, v in clean.items() if isinstance(v, (int, float))})
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
-        """Something that happened: freeze, thaw, sync, checkpoint, skip, evaluate, stop, resume."""
+        """Something that happened: freeze, thaw, probe, sync, checkpoint, skip, evaluate, ..."""
         line = {"event": kind, "step": step, "time": round(time.time(), 3), **to_json(fields)}
         with self._events_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -128,6 +137,76 @@ class RunLog:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+
+class OccurrenceLog:
+    """Writes every sampled position of a run, one file a step (``log.occurrences``)."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Any, num_types: int) -> None:
+        """
+        Args:
+            num_types: V, the shared vocabulary width.
+        """
+        self._dir = recipe.run_dir / "occurrences"
+        self._newlines = newline_counts(tokenizer, num_types)
+        self._info = FileInfo(
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            num_types=num_types,
+            student=recipe.student.model,
+            teacher=recipe.teacher.model,
+            estimator=recipe.teacher.payload,
+            temperature=recipe.rollout.temperature,
+            top_p=recipe.rollout.top_p,
+        )
+
+    def write(
+        self, step: int, rollouts: list[Rollout], measured: Measured, weights: TokenWeights
+    ) -> None:
+        """The step's rollouts and what the student, before its update, and the teacher said."""
+        signals = measured.signals
+        rows = Occurrences(
+            rollouts=rollouts,
+            step=np.full(signals.num_tokens, step, np.int32),
+            kl=measured.kl,
+            measure=weights.measure,
+            logratio=signals.student_logprobs - signals.teacher_logprobs,
+            student_entropy=measured.entropy,
+            teacher_entropy=signals.teacher_entropy,
+        )
+        path = self._dir / f"step_{step:06d}.parquet"
+        with OccurrenceWriter(path, self._info, newlines=self._newlines) as file:
+            file.write(rows)
+
+
+def type_rows(
+    registry: Registry, ids: np.ndarray, *, score: str, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """What is known of some token types, one row each, as events and the summary hold it.
+
+    ``score`` is the one of that name (``policy.score``), ``R`` the Rock Score, ``rank`` the place
+    by ``score`` among all types, from 1. Unknown numbers are NaN, an unknown rank None.
+    """
+    unknown = np.full(registry.num_types, np.nan)
+    ccr = unknown if registry.ccr is None else registry.ccr
+    ranked_by = unknown if score == "rock_ctx" and ccr is unknown else registry.score(score)
+    rank = np.empty(registry.num_types, np.int64)
+    rank[np.argsort(-ranked_by, kind="stable")] = np.arange(1, registry.num_types + 1)
+    columns = {
+        "count": registry.stats.count,
+        "mean_kl": registry.mean_loss(),
+        "score": ranked_by,
+        "R": registry.score(),
+        "ccr": ccr,
+    }
+    return [
+        {
+            "id": int(i),
+            "text": tokenizer.decode([int(i)]),
+            **{column: float(values[i]) for column, values in columns.items()},
+            "rank": int(rank[i]) if np.isfinite(ranked_by[i]) else None,
+        }
+        for i in ids
+    ]
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from rock_opd.config import Recipe, build_recipe
 from rock_opd.coordinator import Coordinator, Inputs, Progress, sample_seed
 from rock_opd.data import PromptSet
 from rock_opd.errors import DataError, NumericsError
+from rock_opd.occurrences import build_registry, read_info
 from rock_opd.types import Prompt, Rollout, StepResult, TeacherScores, TrainBatch
 
 VOCAB = 16
@@ -70,7 +72,7 @@ class Roles:
         self.calls.append(("train", total_weight))
         return [self._result(b, mask_version) for b in batches]
 
-    def measure(self, batches):
+    def measure(self, batches, *, entropy=False):
         self.calls.append(("measure", None))
         return [self._result(b, 0) for b in batches]
 
@@ -101,9 +103,34 @@ class Roles:
         self.updates = int((path / "updates").read_text())
 
 
+class Patterned(Roles):
+    """Type 7 always stands between 3s; type 8 has twice its KL, but ever other neighbours."""
+
+    def _rollout(self, request, num) -> Rollout:
+        rollout = super()._rollout(request, num)
+        response = np.tile([3, 7, 3, 0, 8, 0], num // 6 + 1)[:num]
+        others = response == 0
+        response[others] = np.random.default_rng(request.seed).integers(9, 16, others.sum())
+        prompt = rollout.token_ids[: rollout.prompt_len]
+        return replace(rollout, token_ids=np.concatenate([prompt, response]).astype(np.int32))
+
+    def _result(self, batches, mask_version) -> StepResult:
+        ids = np.concatenate([b.token_ids[b.predicted] for b in batches])
+        result = super()._result(batches, mask_version)
+        return replace(result, kl=np.where(ids == 8, np.float32(2), result.kl))
+
+
 class Tokenizer:
+    eos_token_id = 2
+
     def decode(self, ids, skip_special_tokens=False) -> str:
         return " ".join(map(str, np.asarray(ids)))
+
+    def batch_decode(self, sequences) -> list[str]:
+        return ["\n" if ids == [5] else self.decode(ids) for ids in sequences]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(i): i for i in range(VOCAB)}
 
 
 def make_recipe(folder: Path, *overrides: str) -> Recipe:
@@ -133,7 +160,13 @@ def make_prompts(num: int) -> tuple[Prompt, ...]:
     )
 
 
-def coordinator(recipe: Recipe, roles: Roles, *, frozen: list[int] | None = None) -> Coordinator:
+def coordinator(
+    recipe: Recipe,
+    roles: Roles,
+    *,
+    frozen: list[int] | None = None,
+    guarded: tuple[int, ...] = (),
+) -> Coordinator:
     prompts = make_prompts(8)
     return Coordinator(
         recipe,
@@ -152,6 +185,7 @@ def coordinator(recipe: Recipe, roles: Roles, *, frozen: list[int] | None = None
             tokenizer=Tokenizer(),
             num_real_ids=VOCAB,
             frozen_list=None if frozen is None else np.array(frozen, np.int32),
+            guard_ids=np.array(guarded, np.int32),
         ),
         roles,
         num_steps=recipe.run.num_steps,
@@ -159,6 +193,22 @@ def coordinator(recipe: Recipe, roles: Roles, *, frozen: list[int] | None = None
         progress=Progress(),
         stop=threading.Event(),
     )
+
+
+CONTEXT = (
+    "policy.score=rock_ctx",
+    "probe.encoder=ngram",
+    "probe.window=1",
+    "probe.num_rollouts=6",
+    "probe.tau_pre=0.5",
+    "probe.tau_post=0.5",
+    "probe.eta=0.5",
+)
+"""Types are chosen by R x CCR; the probe set is full after the second step."""
+
+
+def events(recipe: Recipe, *kinds: str) -> list[dict]:
+    return [e for e in lines(recipe, "events.jsonl") if e["event"] in kinds]
 
 
 def lines(recipe: Recipe, name: str) -> list[dict]:
@@ -210,6 +260,170 @@ def test_a_random_control_freezes_other_types_than_the_rocks(tmp_path):
     assert list(mask.reference_ids) == [HARD] and HARD not in mask.frozen_ids
     last = lines(recipe, "metrics.jsonl")[-1]
     assert last["freeze/reference_share"] > 0 and last["freeze/type_share"] > 0
+
+
+def test_types_in_consistent_contexts_are_frozen_before_those_of_higher_rock_score(tmp_path):
+    by_score = make_recipe(tmp_path / "r")
+    one = coordinator(by_score, Patterned())
+    one.run()
+    assert list(one.policy.mask.frozen_ids) == [8]
+    by_context = make_recipe(tmp_path / "ctx", *CONTEXT)
+    two = coordinator(by_context, Patterned())
+    two.run()
+    assert list(two.policy.mask.frozen_ids) == [7]
+    assert two.registry.ccr[7] == 1.0 and two.registry.ccr[8] == 0.0
+
+    for recipe, frozen in ((by_score, 8), (by_context, 7)):
+        (freeze,) = events(recipe, "freeze")
+        (row,) = freeze["types"]
+        assert row["id"] == frozen and row["rank"] == 1 and row["mean_kl"] == frozen - 6
+        assert row["R"] == pytest.approx(row["count"] * row["mean_kl"])
+    assert row["ccr"] == 1.0 and row["score"] == row["R"]  # R_ctx = R x 1
+    assert events(by_score, "freeze")[0]["types"][0]["ccr"] is None
+
+
+def test_the_probe_set_is_kept_from_the_first_steps_and_measured_before_each_choice(tmp_path):
+    recipe, roles = make_recipe(tmp_path, *CONTEXT), Patterned()
+    run = coordinator(recipe, roles)
+    run.run()
+    probe = run.state.probe
+    assert len(probe.rollouts) == 6 and [r.sample_idx for r in probe.rollouts] == list(range(6))
+    assert [r.policy_version for r in probe.rollouts] == [0] * 4 + [1] * 2
+    # as measured in the step each was sampled in (the stand-in's KL falls with every update)
+    easy = ~np.isin(np.concatenate([r.token_ids[r.positions] for r in probe.rollouts]), (7, 8))
+    want = np.repeat([0.1 / 2] * 4 + [0.1 / 3] * 2, 20).astype(np.float32)
+    np.testing.assert_array_equal(probe.loss_pre[easy], want[easy])
+
+    order = [name for name, _ in roles.calls if name in ("train", "measure")]
+    assert order == ["train", "train", "measure", "train", "train", "measure", "train", "train"]
+    first, second = events(recipe, "probe")
+    assert (first["step"], second["step"]) == (3, 5)
+    assert (first["version"], second["version"]) == (2, 4)
+    assert first["num_rollouts"] == 6 and first["num_tokens"] == 120
+    # 20 tokens: 7 stands at 1, 7, 13, 19 and 8 at 4, 10, 16
+    assert first["persistent"] == first["judged"] == 6 * (4 + 3) and first["persistent_types"] == 2
+    assert first["kept"] == 24 and first["num_pairs"] == 24 * 23 + 18 * 17
+    assert first["tau_pre"] == first["tau_post"] == 0.5 and first["seconds"] > 0
+    probed = [m["time/probe_s"] is not None for m in lines(recipe, "metrics.jsonl")]
+    assert probed == [False, False, True, False, True, False]
+
+
+def test_other_scores_keep_and_measure_no_probe_set(tmp_path):
+    recipe, roles = make_recipe(tmp_path), Roles()
+    run = coordinator(recipe, roles)
+    run.run()
+    assert not run.state.probe.rollouts and not [c for c in roles.calls if c[0] == "measure"]
+    assert not events(recipe, "probe")
+
+
+def test_a_probe_set_that_is_not_full_at_the_first_choice_is_used_and_said(tmp_path):
+    recipe = make_recipe(tmp_path, *CONTEXT, "probe.num_rollouts=99")
+    run = coordinator(recipe, Patterned())
+    run.run()
+    # two steps of four; the later steps have a mask and add nothing
+    assert [e["num_rollouts"] for e in events(recipe, "probe")] == [8, 8]
+    said = [line for line in run.progress.lines if isinstance(line, str)]
+    assert len(said) == 1
+    assert said[0].startswith("step 3: the probe set holds 8 of probe.num_rollouts=99 rollouts")
+
+
+def test_a_thawed_type_is_an_event_with_the_same_numbers(tmp_path):
+    class Shifting(Roles):
+        def _result(self, batches, mask_version):
+            result = super()._result(batches, mask_version)
+            ids = np.concatenate([b.token_ids[b.predicted] for b in batches])
+            late = np.where(ids == 9, np.float32(50), result.kl)
+            return replace(result, kl=late if self.updates > 2 else result.kl)
+
+    recipe = make_recipe(tmp_path)
+    coordinator(recipe, Shifting()).run()
+    (thaw,) = events(recipe, "thaw")
+    (row,) = thaw["types"]
+    assert thaw["step"] == 5 and row["id"] == HARD and row["rank"] == 2
+    assert set(row) == {"id", "text", "count", "mean_kl", "score", "R", "ccr", "rank"}
+    assert row["score"] == row["R"] > 0 and row["ccr"] is None
+    assert [t["rank"] for e in events(recipe, "freeze") for t in e["types"]] == [1, 1]
+
+
+def test_guarded_types_are_never_frozen(tmp_path):
+    run = coordinator(make_recipe(tmp_path), Roles(), guarded=(HARD,))
+    run.run()
+    assert len(run.policy.mask.frozen_ids) == 1 and HARD not in run.policy.mask.frozen_ids
+
+
+def test_what_a_policy_reports_is_logged(tmp_path):
+    recipe = make_recipe(tmp_path, "policy.window_radius=1")
+    coordinator(recipe, Roles()).run()
+    assert all("freeze/window_share" in m for m in lines(recipe, "metrics.jsonl"))
+
+
+def test_occurrences_of_every_step_are_written_and_make_the_same_registry(tmp_path):
+    recipe = make_recipe(tmp_path, "log.occurrences=true")
+    run = coordinator(recipe, Roles())
+    run.run()
+    folder = recipe.run_dir / "occurrences"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        f"step_00000{i}.parquet" for i in range(1, 7)
+    ]
+    for name, value in build_registry(folder).state_dict().items():
+        np.testing.assert_array_equal(value, run.registry.state_dict()[name])
+    info = read_info(folder)
+    assert (info.num_types, info.estimator, info.student) == (VOCAB, "hidden", "s")
+    assert not (make_recipe(tmp_path, "run.name=u").run_dir / "occurrences").exists()
+
+
+def test_occurrences_beyond_the_step_gone_on_from_are_dropped(tmp_path):
+    settings = ("log.occurrences=true", "checkpoint.every=2")
+    recipe = make_recipe(tmp_path, *settings, "run.stop_after=3")
+    cut = coordinator(recipe, Roles())
+    cut._finish = lambda: {}  # the process dies here: step 3 is in no checkpoint
+    cut.run()
+    folder = recipe.run_dir / "occurrences"
+    assert (folder / "step_000003.parquet").exists()
+    (folder / "step_000004.parquet.partial").write_text("cut off")
+    again = coordinator(
+        make_recipe(tmp_path, *settings, "resume=true", "run.stop_after=2"), Roles()
+    )
+    again.run()
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "step_000001.parquet",
+        "step_000002.parquet",
+    ]
+    for name, value in build_registry(folder).state_dict().items():
+        np.testing.assert_array_equal(value, again.registry.state_dict()[name])
+
+
+@pytest.mark.parametrize("stopped_after", [1, 3])
+def test_a_run_with_a_probe_set_that_was_stopped_and_resumed_equals_the_whole_one(
+    tmp_path, stopped_after
+):
+    # Two are judged per type at a cosine that varies: who is drawn decides the CCR.
+    settings = (*CONTEXT, "probe.reservoir=2", "probe.gamma=0.45", "policy.top_k=2")
+    whole = make_recipe(tmp_path / "whole", *settings)
+    one = coordinator(whole, Patterned())
+    one.run()
+    cut = make_recipe(tmp_path / "cut", *settings, f"run.stop_after={stopped_after}")
+    coordinator(cut, Patterned()).run()
+    again = make_recipe(tmp_path / "cut", *settings, "resume=true")
+    two = coordinator(again, Patterned())
+    two.run()
+
+    np.testing.assert_array_equal(one.state.probe.loss_pre, two.state.probe.loss_pre)
+    for a, b in zip(one.state.probe.rollouts, two.state.probe.rollouts, strict=True):
+        assert (a.key, a.policy_version) == (b.key, b.policy_version)
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+    for name, value in one.registry.state_dict().items():
+        np.testing.assert_array_equal(value, two.registry.state_dict()[name])
+    np.testing.assert_array_equal(one.policy.mask.frozen_ids, two.policy.mask.frozen_ids)
+    assert [e["judged"] for e in events(whole, "probe")] == [4, 4]
+    strip = [
+        [
+            {k: v for k, v in e.items() if k not in ("time", "seconds")}
+            for e in events(r, "probe", "freeze", "thaw")
+        ]
+        for r in (whole, again)
+    ]
+    assert strip[0] == strip[1] and len([e for e in strip[0] if e["event"] == "probe"]) == 2
 
 
 def test_rollouts_of_an_older_policy_stop_the_run(tmp_path):
@@ -296,12 +510,24 @@ def test_resuming_with_other_prompts_is_refused(tmp_path):
         ("optim.lr=1e-3", "optim.lr was"),
         ("teacher.model=other", "teacher.model was t, is other"),
         ("run.num_steps=9", "number of steps was 6, is 9"),
+        ("probe.gamma=0.5", "probe.gamma was 0.8, is 0.5"),
     ],
 )
 def test_resuming_another_experiment_is_refused(tmp_path, change, message):
     coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles()).run()
     with pytest.raises(DataError, match=message):
         coordinator(make_recipe(tmp_path, "resume=true", change), Roles()).run()
+
+
+def test_resuming_with_other_guarded_types_is_refused_and_with_another_file_of_them_is_not(
+    tmp_path,
+):
+    recipe = make_recipe(tmp_path, "run.stop_after=1", "policy.guard_file=a.json")
+    coordinator(recipe, Roles(), guarded=(3, 4)).run()
+    moved = make_recipe(tmp_path, "resume=true", "policy.guard_file=b.json")
+    with pytest.raises(DataError, match="guarded ids was"):
+        coordinator(moved, Roles(), guarded=(3, 5)).run()
+    coordinator(moved, Roles(), guarded=(4, 3)).run()
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):

@@ -1,0 +1,112 @@
+"""What a run reads and checks before any engine starts: prompts, tokenizer, lists of token ids."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rock_opd.config import Recipe
+from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
+from rock_opd.errors import ConfigError
+from rock_opd.models import (
+    load_tokenizer,
+    model_facts,
+    num_real_ids,
+    stop_token_ids,
+    tokenizer_fingerprint,
+)
+from rock_opd.rocklist import read_ids
+from rock_opd.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What was read and checked before any engine started."""
+
+    prompts: PromptSet
+    heldout: tuple[Prompt, ...]
+    problems: tuple[Prompt, ...]
+    tokenizer: Any
+    num_real_ids: int
+    frozen_list: np.ndarray | None
+    """int32: the ids of ``policy.ids_file``."""
+    guard_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32, ascending: types that are never frozen (``policy.guard_special`` and
+    ``guard_file``)."""
+    notices: tuple[str, ...] = ()
+    """What the person should know before the run starts."""
+
+
+def load_inputs(recipe: Recipe) -> Inputs:
+    """Reads and checks everything that needs no engine.
+
+    Raises:
+        ConfigError, DataError, ModelError: one line each.
+    """
+    from_run = recipe.student.from_run
+    if from_run is not None and not (Path(recipe.student.model) / "config.json").is_file():
+        raise ConfigError(f"student.from_run {from_run}: no model/ in it; has that run finished?")
+    for key, asked, module in (
+        ("log.wandb_project", recipe.log.wandb_project, "wandb"),
+        ("log.mlflow_uri", recipe.log.mlflow_uri, "mlflow"),
+    ):
+        if asked is not None and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{key} needs {module}: pip install 'rock-opd[{module}]'")
+    for model in (recipe.student.model, recipe.teacher.model):
+        if Path(model).is_dir():
+            model_facts(model)  # refuses weights that are missing or cut short
+    tokenizer = load_tokenizer(recipe.student.model)
+    width = num_real_ids(recipe.student.model, recipe.teacher.model)
+    limit = recipe.rollout.max_prompt_tokens
+    prompts = load_prompts(
+        recipe.data,
+        tokenizer=tokenizer,
+        max_prompt_tokens=limit,
+        max_response_tokens=recipe.rollout.max_new_tokens,
+        teacher_prefix_tokens=recipe.teacher.prefix_tokens,
+        seed=recipe.run.seed,
+    )
+    reading = {"tokenizer": tokenizer, "max_prompt_tokens": limit}
+    heldout: tuple[Prompt, ...] = ()
+    if recipe.eval.num_heldout:
+        prefix = recipe.teacher.prefix_tokens
+        heldout = load_heldout(recipe.data, recipe.eval, teacher_prefix_tokens=prefix, **reading)
+    problems = load_problems(recipe.data, recipe.eval, **reading) if recipe.eval.problems else None
+    guard_ids, notices = _guarded(recipe, tokenizer, width)
+    frozen_list = None
+    if recipe.policy.ids_file is not None:
+        frozen_list, notice = read_ids(
+            recipe.policy.ids_file, num_types=width, tokenizer=tokenizer_fingerprint(tokenizer)
+        )
+        notices += (f"policy.ids_file: {notice}",) if notice else ()
+    return Inputs(
+        prompts=prompts,
+        heldout=heldout,
+        problems=problems.prompts if problems else (),
+        tokenizer=tokenizer,
+        num_real_ids=width,
+        frozen_list=frozen_list,
+        guard_ids=guard_ids,
+        notices=notices,
+    )
+
+
+def _guarded(recipe: Recipe, tokenizer: Any, width: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Types that are never frozen, and what to tell of the list they come from."""
+    policy, notices = recipe.policy, []
+    ids: set[int] = set()
+    if policy.guard_special:
+        added = tokenizer.added_tokens_decoder.items()
+        ids |= {i for i, token in added if token.special} | set(tokenizer.all_special_ids)
+        ids |= set(stop_token_ids(recipe.student.model))
+    if policy.guard_file is not None:
+        listed, notice = read_ids(
+            policy.guard_file, num_types=width, tokenizer=tokenizer_fingerprint(tokenizer)
+        )
+        ids |= set(listed.tolist())
+        notices += [f"policy.guard_file: {notice}"] if notice else []
+    return np.array(sorted(i for i in ids if i < width), np.int32), tuple(notices)
