@@ -560,8 +560,9 @@ def test_old_checkpoints_are_pruned(tmp_path):
     assert kept == ["step_000005", "step_000006"]
 
 
-def test_every_metric_of_a_step_stands_in_the_docs_and_none_is_missing(tmp_path):
-    recipe = make_recipe(tmp_path)
+@pytest.mark.parametrize("settings", [(), (*CONTEXT, "policy.window_radius=1")])
+def test_every_metric_of_a_step_stands_in_the_docs_and_none_is_missing(tmp_path, settings):
+    recipe = make_recipe(tmp_path, *settings)
     coordinator(recipe, Roles()).run()
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     areas = {
