@@ -569,35 +569,3 @@ def write_answers(
             out.flush()
     os.replace(partial, path)
     return num_rows
-
-
-# --- token lists ----------------------------------------------------------------------------------
-
-
-def load_token_list(path: str | Path, num_real_ids: int) -> np.ndarray:
-    """A list of token ids to freeze, in the official format: a JSON list of integers.
-
-    Returns:
-        int32 [F], sorted, unique, F >= 1.
-
-    Raises:
-        DataError: no such file, another format, an empty list, ids outside [0, num_real_ids).
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"token list {path}: no such file")
-    try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise DataError(f"token list {path}: not readable as JSON: {_line(error)}") from None
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise DataError(f"token list {path}: expected a JSON list of integers, such as [13, 198]")
-    if not ids:
-        raise DataError(f"token list {path}: empty; policy.name=all trains every token")
-    beyond = [i for i in ids if not 0 <= i < num_real_ids]
-    if beyond:
-        raise DataError(
-            f"token list {path}: {len(beyond)} ids lie outside the vocabulary of {num_real_ids} "
-            f"(first: {beyond[0]}); was the list made with another tokenizer?"
-        )
-    return np.unique(np.asarray(ids, np.int32))

@@ -18,7 +18,6 @@ from rock_opd.data import (
     load_heldout,
     load_problems,
     load_prompts,
-    load_token_list,
     render_chat,
 )
 from rock_opd.engines.vllm_quirks import CPU_KV_CACHE_BYTES
@@ -29,7 +28,9 @@ from rock_opd.models import (
     model_facts,
     num_real_ids,
     stop_token_ids,
+    tokenizer_fingerprint,
 )
+from rock_opd.rocklist import read_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -280,14 +281,18 @@ def _check_vocabulary(report: CheckReport, recipe: Recipe, facts: dict[str, Mode
             f"{_tokens(stops[teacher], teacher)}: where one ends and the other goes on, the "
             "divergence is about stopping; set eos_token_id alike in both generation_config.json",
         )
-    ids_file = recipe.policy.ids_file
-    if ids_file is not None:
+    for ids_file in (recipe.policy.ids_file, recipe.policy.guard_file):
+        if ids_file is None:
+            continue
         try:
-            ids = load_token_list(ids_file, width)
+            fingerprint = tokenizer_fingerprint(load_tokenizer(student))
+            ids, notice = read_ids(ids_file, num_types=width, tokenizer=fingerprint)
         except RockOPDError as error:
             report.add("fail", str(error))
         else:
             report.add("ok", f"{ids_file}: {len(ids)} token types, all within the vocabulary")
+            if notice:
+                report.add("warn", notice)
 
 
 def _tokens(ids: tuple[int, ...], model: str) -> str:

@@ -1,4 +1,4 @@
-"""Prompt files in, records out: every kind of bad row, the order, given responses, token lists."""
+"""Prompt files in, records out: every kind of bad row, the order, given responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rock_opd.data import (
     load_heldout,
     load_problems,
     load_prompts,
-    load_token_list,
     render_chat,
     write_answers,
 )
@@ -458,34 +457,3 @@ def test_answers_are_on_disk_before_the_next_batch_is_asked_for(load, tokenizer,
 
     write_answers(path, batches(), prompts, tokenizer)
     assert seen == [0, 1, 2]
-
-
-# --- token lists ----------------------------------------------------------------------------------
-
-
-def test_a_token_list_is_sorted_and_unique(tmp_path):
-    (tmp_path / "rock.json").write_text("[13, 198, 13, 7]")
-    found = load_token_list(tmp_path / "rock.json", 1024)
-    assert found.tolist() == [7, 13, 198] and found.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "no such file"),
-        ("[13, 198", "not readable as JSON"),
-        ('{"13": 1}', "expected a JSON list of integers"),
-        ("[13, true]", "expected a JSON list of integers"),
-        ("[1.5]", "expected a JSON list of integers"),
-        ("[]", "empty"),
-        ("[13, 1024, 2000]", r"2 ids lie outside the vocabulary of 1024 \(first: 1024\)"),
-        ("[-1]", "1 ids lie outside"),
-    ],
-)
-def test_a_token_list_that_cannot_be_used_is_one_clear_line(tmp_path, text, message):
-    path = tmp_path / "rock.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(DataError, match=message) as caught:
-        load_token_list(path, 1024)
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
