@@ -608,7 +608,8 @@ def _write_pillars(
 ) -> list[Path]:
     path = output.with_name(f"{output.stem}.pillars.json")
     if not len(pillars):
-        path.unlink(missing_ok=True)  # of fewer candidates, before
+        for old in (path, path.with_name(path.stem + ".meta.json")):  # of fewer candidates, before
+            old.unlink(missing_ok=True)
         return []
     return write_ids(
         path,
