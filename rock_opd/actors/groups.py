@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import placement_group
@@ -22,6 +22,10 @@ from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.core.batching import Deal
 from rock_opd.errors import PlacementError, RockOPDError, RoleError, RoleTimeout
 from rock_opd.types import Rollout, SampleRequest, StepResult, TeacherScores, TrainBatch
+
+if TYPE_CHECKING:
+    from rock_opd.core.gradients import TypeGradients
+    from rock_opd.engines.gradient_rows import GradientMemory
 
 AFTERMATH_S = 5.0
 """How long after a first failure the other actors of a role may tell of theirs."""
@@ -341,6 +345,38 @@ class Students:
             for h, part in zip(self._handles, batches, strict=True)
         ]
         return gather("student rank", "measure", refs, self._timeout_s)
+
+    def start_rows(self, num_rows: list[int]) -> None:
+        """Every rank makes room for so many rows, to be kept for ``type_gradients``."""
+        refs = [h.start_rows.remote(num) for h, num in zip(self._handles, num_rows, strict=True)]
+        gather("student rank", "start rows", refs, self._timeout_s)
+
+    def keep_rows(self, batches: list[list[TrainBatch]]) -> None:
+        """Keeps the student's and the teacher's hidden states of the batches' rows."""
+        refs = [
+            h.keep_rows.remote(part, self._teachers.handles, timeout_s=self._timeout_s)
+            for h, part in zip(self._handles, batches, strict=True)
+        ]
+        gather("student rank", "keep rows", refs, self._timeout_s)
+
+    def type_gradients(
+        self, track: Callable[[int, int], None]
+    ) -> tuple[TypeGradients, list[GradientMemory]]:
+        """Gradients of the types of all rows kept, and what each rank held.
+
+        Args:
+            track: told how many blocks are done, of how many; the time limit is each block's.
+        """
+
+        def ask(phase: str, refs: list[Any]) -> list[Any]:
+            return gather("student rank", phase, refs, self._timeout_s)
+
+        num_steps = ask("begin gradients", [h.begin_gradients.remote() for h in self._handles])[0]
+        for i in range(num_steps):
+            ask("gradients", [h.gradient_step.remote(i) for h in self._handles])
+            track(i + 1, num_steps)
+        results = ask("gradients", [h.type_gradients.remote() for h in self._handles])
+        return results[0][0], [memory for _, memory in results]
 
     def push_weights(self, rollouts: Rollouts, *, version: int, bucket_bytes: int) -> None:
         """Brings every rollout worker to this version; returns once each has proved it."""

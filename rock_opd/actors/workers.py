@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rock_opd.config import LossConfig, OptimConfig, RolloutConfig, StudentConfig, TeacherConfig
 from rock_opd.errors import RoleError, RoleTimeout
@@ -22,6 +22,10 @@ from rock_opd.types import (
     TeacherScores,
     TrainBatch,
 )
+
+if TYPE_CHECKING:
+    from rock_opd.core.gradients import TypeGradients
+    from rock_opd.engines.gradient_rows import GradientMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +187,7 @@ class StudentWorker:
         _pin_gpus(gpus)
         self._rank = -1
         self._engine: Any = None
+        self._rows: Any = None
         self._sender: Any = None
 
     def free_address(self) -> tuple[str, int]:
@@ -261,6 +266,24 @@ class StudentWorker:
     ) -> StepResult:
         rows = _pull_rows(batches, teachers, timeout_s)
         return self._engine.measure(batches, rows, entropy=entropy)
+
+    def start_rows(self, num_rows: int) -> None:
+        """Makes room for the rows of ``keep_rows``."""
+        self._rows = self._engine.gradient_rows(num_rows)
+
+    def keep_rows(
+        self, batches: list[TrainBatch], teachers: list[Any], *, timeout_s: float
+    ) -> None:
+        self._rows.keep(batches, _pull_rows(batches, teachers, timeout_s))
+
+    def begin_gradients(self) -> int:
+        return self._rows.begin()
+
+    def gradient_step(self, index: int) -> None:
+        self._rows.step(index)
+
+    def type_gradients(self) -> tuple[TypeGradients, GradientMemory]:
+        return self._rows.result()
 
     def push_weights(
         self,

@@ -10,9 +10,9 @@ heads anew: the first finds those two numbers of every row, the second adds a bl
 by type and takes norms and products with both totals before the next block. Neither [N, V] nor
 [types, V] ever exists; ``TypeGradientSums.num_bytes`` says what does.
 
-Shape letters: ``N`` rows (one per sampled token), ``n`` rows of a chunk, ``V`` the shared vocabulary
-width, ``b`` columns of a block, ``H`` hidden width (student's and teacher's differ), ``S`` types
-that are measured.
+Shape letters: ``N`` rows (one per sampled token), ``n`` rows of a chunk, ``V`` the shared
+vocabulary width, ``b`` columns of a block, ``H`` hidden width (the teacher's is its own), ``S``
+types that are measured.
 """
 
 from __future__ import annotations
@@ -311,7 +311,8 @@ def _check(
     num_rows, num_columns = len(token_ids_N), len(student_head_VH)
     if len(student_NH) != num_rows or len(teacher_NH) != num_rows:
         raise ValueError(
-            f"{num_rows} token ids, but {len(student_NH)} student and {len(teacher_NH)} teacher rows"
+            f"{num_rows} token ids, but {len(student_NH)} student and {len(teacher_NH)} teacher "
+            "rows"
         )
     if len(teacher_head_VH) != num_columns:
         raise ValueError(

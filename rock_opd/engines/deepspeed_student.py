@@ -42,6 +42,7 @@ from torch import Tensor
 
 from rock_opd.config import LossConfig, OptimConfig, StudentConfig
 from rock_opd.core.schedule import learning_rate
+from rock_opd.engines.gradient_rows import GradientRows
 from rock_opd.engines.student_module import (
     LossRows,
     RowNumbers,
@@ -375,6 +376,26 @@ class StudentEngine:
         if not np.isfinite(result.loss):
             raise NumericsError(f"measuring, rank {self._rank}: {_non_finite(results)}")
         return result
+
+    def gradient_rows(self, num_rows: int, **limits: int) -> GradientRows:
+        """A place for rows whose types' gradients will be taken; arguments as there.
+
+        Raises:
+            ModelError: an engine that trains, and may not hold its weights whole.
+        """
+        if self.trains:
+            raise ModelError(
+                f"student {self._source}: gradients of types are taken by a student that only "
+                "measures (num_updates=0)"
+            )
+        return GradientRows(
+            self._module,
+            device=self._device,
+            num_real_ids=self._num_real_ids,
+            num_rows=num_rows,
+            rank=self._rank,
+            **limits,
+        )
 
     def _refuse_untrained(self, verb: str) -> None:
         if not self.trains:

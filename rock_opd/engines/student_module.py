@@ -17,6 +17,7 @@ width, ``K`` top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -366,15 +367,23 @@ class StudentModule(nn.Module):
                 returns instead what ``probe_error`` compares: the output rows [T, H], the head's
                 logits and the model's own, both [T, V].
         """
-        inputs = {
-            "input_ids": token_ids_T[None],
-            "position_ids": position_ids_T[None],
-            "use_cache": False,
-        }
-        hidden_TH = self.model.base_model(**inputs).last_hidden_state[0]
+        hidden_TH = self.hidden(token_ids_T, position_ids_T)
         if predicted_N is None:
+            inputs = _inputs(token_ids_T, position_ids_T)
             return hidden_TH, self.head(hidden_TH, None), self.model(**inputs).logits[0]
         return self.head(hidden_TH.index_select(0, predicted_N - 1), rows)
+
+    def hidden(self, token_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
+        """Output rows after the final norm, [T, H]."""
+        return self.model.base_model(**_inputs(token_ids_T, position_ids_T)).last_hidden_state[0]
+
+
+def _inputs(token_ids_T: Tensor, position_ids_T: Tensor) -> dict[str, Any]:
+    return {
+        "input_ids": token_ids_T[None],
+        "position_ids": position_ids_T[None],
+        "use_cache": False,
+    }
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Gradients of token types, streamed over the vocabulary, equal what autograd makes of whole rows."""
+"""Gradients of types, streamed over the vocabulary, equal what autograd makes of whole rows."""
 
 from __future__ import annotations
 

@@ -136,6 +136,15 @@ class Rank:
     def measure(self, *args: Any, **kwargs: Any):
         return self.engine.measure(*args, **kwargs)
 
+    def gradients(self, parts: list, num_rows: int, limits: dict):
+        """Of the types of all rows; ``parts`` are (batches, teacher rows) of one ``keep`` each."""
+        rows = self.engine.gradient_rows(num_rows, **limits)
+        for batches, teacher in parts:
+            rows.keep(batches, teacher)
+        for index in range(rows.begin()):
+            rows.step(index)
+        return rows.result()
+
     def save_hf(self, path: str, *shard_bytes: int) -> None:
         self.engine.save_hf(path, *shard_bytes)
 
