@@ -99,7 +99,7 @@ def token_label(token_id: int, text: str | None) -> str:
 
 def label_points(axes: Axes, x: np.ndarray, y: np.ndarray, labels: Sequence[str]) -> None:
     """Labels the first points, at most ``MAX_LABELS``, where there is room: a text that would cover
-    a point or another text is left out.
+    a point or another text is left out. Comes last: it settles the layout of the whole figure.
 
     Args:
         x, y: float [n], of all points that are not to be covered.
@@ -107,7 +107,8 @@ def label_points(axes: Axes, x: np.ndarray, y: np.ndarray, labels: Sequence[str]
     """
     drawn = axes.figure
     renderer = drawn.canvas.get_renderer()
-    drawn.draw_without_rendering()  # settles limits and scales, on which places depend
+    drawn.draw_without_rendering()  # limits and scales, on which places depend
+    drawn.set_layout_engine("none")
     inside = axes.get_window_extent(renderer)
     points = axes.transData.transform(np.column_stack([x, y]))
     taken: list[Bbox] = []
@@ -187,6 +188,8 @@ def rocks_figure(
         legend = funnel.legend(loc="lower left")
         for handle in legend.legend_handles:
             handle.set_alpha(1)
+        if families:
+            _family_bars(axes[1], families)
         where = {int(v): i for i, v in enumerate(ids)}
         top = [where[int(v)] for v in rock_ids if int(v) in where and drawable[where[int(v)]]]
         label_points(
@@ -195,8 +198,6 @@ def rocks_figure(
             mean[top],
             [token_label(int(ids[i]), texts.get(int(ids[i]))) for i in top],
         )
-        if families:
-            _family_bars(axes[1], families)
     return path
 
 
