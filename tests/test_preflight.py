@@ -290,3 +290,18 @@ def test_a_torchvision_made_for_the_cpu_is_no_trap():
     assert [f.level for f in package_findings(GOOD_PACKAGES | {"torchvision": "0.28.0+cpu"})] == [
         "ok"
     ]
+
+
+def test_lists_of_ids_are_read_and_one_that_names_no_tokenizer_is_said(recipe, tmp_path):
+    from rock_opd.rocklist import write_ids
+
+    frozen, guard = tmp_path / "rock.json", tmp_path / "pillars.json"
+    frozen.write_text("[300, 301]")
+    write_ids(guard, [302], tokenizer="another")
+    report = check(
+        recipe("policy.name=list", f"policy.ids_file={frozen}", f"policy.guard_file={guard}"),
+        static=False,
+    )
+    assert any(f"{frozen}: 2 token types" in text for text in of_level(report, "ok"))
+    assert any("rock.meta.json" in text for text in of_level(report, "warn"))
+    assert any("made with tokenizer another" in text for text in of_level(report, "fail"))
