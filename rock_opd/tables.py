@@ -73,6 +73,8 @@ class Report:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, (bool, np.bool_)):
         return "yes" if value else ""
     if isinstance(value, (float, np.floating)):

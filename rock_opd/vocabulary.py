@@ -33,7 +33,7 @@ class Vocabulary:
         """Decoded text of each id; None where there is no tokenizer."""
         if self.tokenizer is None:
             return [None] * len(ids)
-        return self.tokenizer.batch_decode([[token_id] for token_id in ids.tolist()])
+        return [self.tokenizer.decode([token_id]) for token_id in ids.tolist()]
 
     def text(self, token_id: int) -> str:
         """Decoded text, or ``<id=...>`` as in the official tables."""
