@@ -467,9 +467,10 @@ def gradients_figure(path: Path, table: Columns) -> Path:
                 label=f"{shown if grouped else 'types'} ({int((group == name).sum()):,})",
                 rasterized=True,
             )
+        scale = "log" if (size > 0).any() else "linear"  # an empty picture has no log
         axes[0].set(
-            xscale="log",
-            yscale="log",
+            xscale=scale,
+            yscale=scale,
             xlabel="occurrences (log scale)",
             ylabel="|mean logit gradient| (log scale)",
             title="Size",
