@@ -235,16 +235,16 @@ def test_positions_name_the_token_in_its_sequence():
 # --- streaming ------------------------------------------------------------------------------------
 
 
-def test_large_writes_become_several_row_groups_of_whole_rollouts(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "GROUP_TOKENS", 100)
-    group = occurrences(random_rollouts(40))
+def test_large_writes_become_several_row_groups_of_whole_rollouts(tmp_path):
+    masks = ["." * num + "x" * 5 for num in (100_000, 100_000, 9, 250_000, 300_000, 4)]
+    group = occurrences([rollout(mask, seed=i) for i, mask in enumerate(masks)])
     path = write(tmp_path / "occ.parquet", [group])
     parts = list(read(path))
-    assert len(parts) > 5
-    assert all(sum(len(r.token_ids) for r in part.rollouts) <= 100 for part in parts)
+    assert module.GROUP_TOKENS == 262_144
+    assert [len(part.rollouts) for part in parts] == [3, 1, 1, 1]
     assert [r.key for part in parts for r in part.rollouts] == [r.key for r in group.rollouts]
     np.testing.assert_array_equal(np.concatenate([part.kl for part in parts]), group.kl)
-    assert pq.read_table(path)["sample"].to_numpy()[-1] == 39
+    assert pq.read_table(path)["sample"].to_numpy()[-1] == 5
 
 
 def test_memory_does_not_grow_with_the_rows_written_or_read(tmp_path):
@@ -477,14 +477,16 @@ def assert_same_registry(found: Registry, expected: Registry) -> None:
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9])
-@pytest.mark.parametrize("group_tokens", [1 << 18, 60])
-def test_a_file_gives_the_registry_of_the_run(tmp_path, monkeypatch, decay, group_tokens):
-    monkeypatch.setattr(module, "GROUP_TOKENS", group_tokens)
+def test_a_file_gives_the_registry_of_the_run(tmp_path, decay):
     groups = [occurrences(random_rollouts(9, seed=s), step=s, seed=s) for s in range(1, 6)]
     groups[2] = occurrences([rollout("..")], step=3)  # every response was empty
     expected = online(groups, decay=decay)
     one = write(tmp_path / "one.parquet", groups)
     assert_same_registry(build_registry(one, decay=decay), expected)
+    pieces = [group.select(i, i + 1) for group in groups for i in range(len(group.rollouts))]
+    many = write(tmp_path / "many.parquet", pieces)  # a step in many row groups
+    assert pq.ParquetFile(many).num_row_groups == 36
+    assert_same_registry(build_registry(many, decay=decay), expected)
     for step, group in enumerate(groups, start=1):
         write(tmp_path / f"step_{step:06d}.parquet", [group])
     assert_same_registry(build_registry(tmp_path, decay=decay), expected)
