@@ -391,6 +391,13 @@ def test_rows_of_all_ranks_come_back_in_flat_order():
     assert scatter([], 2, "kl").dtype == np.float32
 
 
+def test_entropies_are_scattered_only_where_they_were_asked_for():
+    results = [result([1], [0.0]), replace(result([0], [0.0]), entropy=np.float32([2.0]))]
+    np.testing.assert_array_equal(scatter(results[1:], 2, "entropy"), [2.0, np.nan])
+    with pytest.raises(ValueError, match="not asked for 'entropy'"):
+        scatter(results, 2, "entropy")
+
+
 def test_a_row_that_comes_back_twice_or_from_nowhere_is_refused():
     with pytest.raises(ValueError, match="position 3 came back 2 times"):
         scatter([result([3, 1], [0, 0]), result([3], [0])], 5, "kl")
