@@ -60,13 +60,13 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def two_checkpoints(tmp_path: Path, info: FileInfo) -> tuple[Path, Path]:
-    """Each type twice. Rocks 40 .. 47 stay as they are but for a hair; 50 .. 157 lose half."""
+    """Each type in each of four prompts. Rocks 40 .. 47 move by 1 %; 50 .. 157 lose half."""
     ids = [*range(40, 48), *range(50, 158)]
     kl = np.array([*[0.2] * 8, *np.linspace(1.0, 3.0, 108)])
     factor = np.array([*[1.01] * 4, *[0.99] * 4, *[0.5] * 108])
     files = []
     for name, losses in (("early", kl), ("late", kl * factor)):
-        responses = [Response(ids=ids, kl=losses.tolist(), prompt_id=f"p{i}") for i in range(2)]
+        responses = [Response(ids=ids, kl=losses.tolist(), prompt_id=f"p{i}") for i in range(4)]
         files.append(write_file(tmp_path / f"{name}.parquet", info, responses))
     return files[0], files[1]
 
@@ -81,6 +81,7 @@ def test_groups_and_their_changes_by_hand(tmp_path: Path, info: FileInfo):
         "rare_high": 100,
         "random": 8,
         "rare_high_early": 100,
+        "rare_high_split": 100,
     }
     assert groups["rocks"]["median_early"] == pytest.approx(0.2)
     assert groups["rocks"]["median_change"] == pytest.approx(0.0, abs=1e-6)
@@ -92,7 +93,7 @@ def test_groups_and_their_changes_by_hand(tmp_path: Path, info: FileInfo):
     assert groups["rare_high"]["mean_change"] == pytest.approx(-high.mean() / 2)
     assert groups["rare_high"]["wilcoxon_p"] < 1e-15
     text = "\n".join(report.lines)
-    assert "rare high-KL (chosen late): median KL 2.07 -> 1.04 (-50%) over 100 types" in text
+    assert "rare high-KL, chosen late: median KL 2.07 -> 1.04 (-50%) over 100 types" in text
     assert "1 of 9 listed rocks were not seen twice" in text
     assert watch.pieces[-1] == (4, 4)
     assert (tmp_path / "evolve.png").stat().st_size > 10_000
@@ -102,12 +103,14 @@ def test_the_table_has_a_row_for_each_type_of_a_group(tmp_path: Path, info: File
     early, late = two_checkpoints(tmp_path, info)
     run(early, late, tmp_path / "evolve.csv", list(range(40, 48)))
     rows = table(tmp_path / "evolve.csv")
-    assert len(rows) == 8 + 100 + 8 + 100
+    assert len(rows) == 8 + 100 + 8 + 100 + 100
     first = rows[0]
     assert (first["group"], first["token_id"]) == ("rocks", "40")
-    assert (first["count_early"], first["count_late"]) == ("2", "2")
+    assert (first["count_early"], first["count_late"]) == ("4", "4")
     assert float(first["change"]) == pytest.approx(0.002, rel=1e-3)
     assert first["cosine"] == "nan"
+    split = [row for row in rows if row["group"] == "rare_high_split"]
+    assert {row["count_early"] for row in split} == {"2"}
     random = [int(row["token_id"]) for row in rows if row["group"] == "random"]
     assert random == list(range(50, 58))  # what is in no other group
 
@@ -169,7 +172,7 @@ def test_types_that_the_two_do_not_share_leave_empty_groups(tmp_path: Path, info
     found = json.loads(report.to_json())["groups"]
     assert all(group["num_types"] == 0 for group in found.values())
     assert found["rocks"]["median_early"] is None
-    assert "rocks: no type was seen twice at both checkpoints" in report.lines
+    assert "rocks: no type was seen often enough at both checkpoints" in report.lines
     assert len(table(tmp_path / "evolve.csv")) == 0
 
 
@@ -223,3 +226,30 @@ def test_the_seed_draws_the_random_types(tmp_path: Path, info: FileInfo):
         assert len(ids_drawn) == 200
         assert drawn.setdefault(seed, ids_drawn) == ids_drawn
     assert drawn[0] != drawn[1]
+
+
+def test_only_choosing_on_other_prompts_shows_how_much_rare_types_fell(
+    tmp_path: Path, info: FileInfo
+):
+    """Every loss is drawn anew, and its mean falls by 30 % whatever the type."""
+    rng = np.random.default_rng(4)
+    ids = np.repeat(np.arange(100, 900), 4)
+    files = []
+    for name, factor in (("early", 1.0), ("late", 0.7)):
+        responses = [
+            Response(
+                ids=ids.tolist(),
+                kl=(factor * rng.exponential(size=len(ids)) ** 3).tolist(),
+                prompt_id=f"p{i}",
+            )
+            for i in range(2)
+        ]
+        files.append(write_file(tmp_path / f"{name}.parquet", info, responses))
+    groups = run(*files, tmp_path / "evolve.csv", [100]).facts["groups"]
+    relative = {
+        name: groups[name]["mean_change"]
+        for name in ("rare_high", "rare_high_early", "rare_high_split")
+    }
+    assert relative["rare_high"] > 5  # seems to rise
+    assert relative["rare_high_early"] < -5
+    assert relative["rare_high_split"] == pytest.approx(-0.3 * 6, abs=2.5)  # mean of x ** 3 is 6
