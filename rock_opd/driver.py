@@ -20,11 +20,13 @@ from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator, Progress
 from rock_opd.data import PromptSet
-from rock_opd.errors import ConfigError, RockOPDError, RoleError
+from rock_opd.errors import ConfigError, PlacementError, RockOPDError, RoleError
 from rock_opd.inputs import Inputs, load_inputs
 from rock_opd.models import stop_token_ids
 
 POLL_S = 0.3
+START_ATTEMPTS = 3
+"""Starting a cluster of our own: Ray itself gives a raylet 30 s, which a busy machine exceeds."""
 
 
 def num_steps(recipe: Recipe, prompts: PromptSet, *, dtype: str) -> int:
@@ -127,8 +129,18 @@ def connect(address: str | None) -> None:
             raise ConfigError(
                 f"no Ray cluster answers at '{address}': {str(error).splitlines()[0]}"
             ) from None
-    else:
-        ray.init(address="local", include_dashboard=False, **quiet)
+        return
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(address="local", include_dashboard=False, **quiet)
+            return
+        except Exception as error:  # Ray raises plain ones here, for a busy machine above all
+            ray.shutdown()
+            if attempt + 1 == START_ATTEMPTS:
+                raise PlacementError(
+                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts: "
+                    f"{str(error).splitlines()[0]} Is it very busy, or out of memory?"
+                ) from None
 
 
 def train(

@@ -185,7 +185,8 @@ def _summary(recipe: Recipe, output: Path, parts: list[Part], facts: dict[str, A
     made = {
         Path(path).name: part.name for part in parts for path in facts[part.name].pop("files", [])
     }
-    rows = {part.name: facts[part.name].pop("rows", []) for part in parts}
+    for part in parts:
+        facts[part.name].pop("rows", None)  # they stand in the part's own table
     write_atomic(output / "study.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     figures = [name for name in made if name.endswith(".png")]
     index = [
@@ -205,7 +206,7 @@ def _summary(recipe: Recipe, output: Path, parts: list[Part], facts: dict[str, A
     write_atomic(output / "README.md", "\n".join(index))
     return Report(
         title="what the study wrote",
-        facts={name: {**facts[name], "num_rows": len(rows[name])} for name in facts},
+        facts=facts,
         lines=[f"{part.name}: {part.about}" for part in parts],
         table={"file": list(made), "part": list(made.values())},
         files=[output / "README.md", output / "study.json"],

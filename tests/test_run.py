@@ -36,6 +36,13 @@ def command(tiny: Path, folder: Path, name: str, *more: str, verb: str = "train"
         f"student.model={tiny / 'student'}",
         f"teacher.model={tiny / 'teacher'}",
         f"eval.problems={tiny / 'problems.jsonl'}",
+        "policy.score=rock_ctx",
+        "policy.hysteresis=0.1",
+        "probe.num_rollouts=24",
+        "probe.tau_pre=q0.2",
+        "probe.tau_post=q0.2",
+        "probe.gamma=0.3",
+        "probe.eta=0.02",
         "eval.every=0",
         "checkpoint.every=10",
         *more,
@@ -67,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def reference(tiny_models, folder) -> Path:
     """A finished run of one rollout worker, one teacher, one student rank."""
-    done = finish(command(tiny_models, folder, "reference"))
+    done = finish(command(tiny_models, folder, "reference", "log.occurrences=true"))
     assert "held-out reverse KL" in done.stdout and "token types by Rock Score" in done.stdout
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in done.stderr
     return folder / "reference"
@@ -164,6 +171,47 @@ def same_runs(one: Path, other: Path, *, tolerance: float = 0.0) -> None:
                     name,
                     a["step"],
                 )
+
+
+def test_the_probe_set_is_measured_before_each_selection(reference):
+    rows = events(reference, "probe")
+    assert [row["step"] for row in rows] == list(range(3, NUM_STEPS + 1, 2))
+    assert all(row["num_rollouts"] == 24 and row["kept"] > 0 for row in rows)
+    frozen = [kind for event in events(reference, "freeze") for kind in event["types"]]
+    assert all(0 < kind["ccr"] <= 1 for kind in frozen)
+    assert all(kind["score"] == pytest.approx(kind["R"] * kind["ccr"]) for kind in frozen)
+
+
+def test_the_registry_of_a_run_is_that_of_its_occurrence_files(reference):
+    from rock_opd.occurrences import build_registry
+
+    offline = build_registry(reference / "occurrences")
+    online = pq.read_table(sorted((reference / "registry").glob("*.parquet"))[-1]).to_pydict()
+    ids = np.array(online["token_id"])
+    assert len(ids) == (offline.stats.count > 0).sum() > 100
+    np.testing.assert_array_equal(offline.stats.count[ids], online["count"])
+    np.testing.assert_array_equal(offline.stats.rows[ids], online["rows"])
+    np.testing.assert_allclose(offline.mean_loss()[ids], online["mean_loss"], rtol=1e-9)
+    np.testing.assert_allclose(offline.score()[ids], online["score"], rtol=1e-9)
+
+
+def test_a_study_writes_every_table_list_and_figure(reference, tiny_models, folder):
+    """The six commands in order on the run above; a second start has nothing left to do."""
+    args = command(tiny_models, folder, "reference", "log.occurrences=true", verb="study")
+    args += ["probe.gamma=0.3", "policy.score=rock", "eval.temperature=0", "policy.top_k=4"]
+    args += ["-o", str(folder / "study"), "--json"]
+    facts = json.loads(finish(args).stdout)
+    study = folder / "study"
+    for name in (
+        *("after.parquet", "before.parquet", "rocks.json", "rocks.csv", "rock_vs_control.csv"),
+        *("rocks.png", "cutoff.csv", "cutoff.png", "gradients.parquet", "gradients.png"),
+        *("evolve.csv", "evolve.png", "knockout.csv", "README.md", "study.json"),
+    ):
+        assert (study / name).stat().st_size > 0, name
+    assert len(json.loads((study / "rocks.json").read_text())) == 4
+    assert facts["after"]["num_rows"] == facts["before"]["num_rows"]
+    again = finish(args)
+    assert again.stderr.count("already done") == 7
 
 
 def test_two_of_everything_gives_the_same_numbers(reference, tiny_models, folder):
