@@ -160,9 +160,16 @@ def rocks_figure(
     panels = 2 if families else 1
     with figure(path, panels=panels, widths=[1.7, 1][:panels], size=(4.9 * panels, 4.4)) as axes:
         funnel = axes[0]
+        crowded = len(control_ids) > 1000
         groups = (
             ("other types", ~np.isin(ids, [*rock_ids, *control_ids]), GREY, ".", 12, 0.45),
-            ("matched random controls", np.isin(ids, control_ids), BLUE, "^", 18, 0.75),
+            (
+                "matched random controls",
+                np.isin(ids, control_ids),
+                BLUE,
+                "^",
+                *((5, 0.25) if crowded else (18, 0.75)),
+            ),
             ("rocks", np.isin(ids, rock_ids), RED, "o", 22, 0.9),
         )
         for name, member, color, marker, area, alpha in groups:
@@ -188,6 +195,7 @@ def rocks_figure(
         legend = funnel.legend(loc="lower left")
         for handle in legend.legend_handles:
             handle.set_alpha(1)
+            handle.set_sizes([22])
         if families:
             _family_bars(axes[1], families)
         where = {int(v): i for i, v in enumerate(ids)}
@@ -318,7 +326,7 @@ def evolve_figure(path: Path, groups: Mapping[str, Columns]) -> Path:
             ylabel="mean KL at the late checkpoint, nats (log scale)",
             title="Each type, early and late",
         )
-        left.legend(loc="upper left")
+        left.legend(loc="lower right")
         if with_cosine:
             _against_cosine(right, groups)
         else:
@@ -346,17 +354,26 @@ def _against_cosine(axes: Axes, groups: Mapping[str, Columns]) -> None:
 
 
 def _changes(axes: Axes, groups: Mapping[str, Columns]) -> None:
-    """Boxes of the changes: median, quartiles, 5th and 95th percentile."""
-    axes.axhline(0, color=BLACK, linewidth=0.9, linestyle=":")
+    """Boxes of late / early: median, quartiles, 5th and 95th percentile."""
+    axes.axhline(1, color=BLACK, linewidth=0.9, linestyle=":")
+    axes.set_yscale("log")
     axes.set(
-        ylabel="late - early, nats",
-        title="Change of mean KL (box: quartiles, whiskers: 5-95 %)",
+        ylabel="mean KL, late / early (log scale)",
+        title="Change by group (box: quartiles, whiskers: 5-95 %)",
     )
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter("{x:g}")
     axes.grid(axis="x", visible=False)
-    names = [name for name in GROUP_NAMES if len(groups[name]["early"])]
+    names, changes = [], []
+    for name in GROUP_NAMES:
+        early = np.asarray(groups[name]["early"], np.float64)
+        late = np.asarray(groups[name]["late"], np.float64)
+        at = (early > 0) & (late > 0)
+        if at.any():
+            names.append(name)
+            changes.append(late[at] / early[at])
     if not names:
         return
-    changes = [np.asarray(groups[n]["late"]) - np.asarray(groups[n]["early"]) for n in names]
     boxes = axes.boxplot(
         changes,
         whis=(5, 95),
@@ -477,6 +494,7 @@ def gradients_figure(path: Path, table: Columns) -> Path:
         )
         for handle in axes[0].legend(loc="lower left").legend_handles:
             handle.set_alpha(1)
+            handle.set_sizes([22])
         _cosine_boxes(axes[1], {name: cosine[group == name] for name in names}, grouped)
         if grouped:
             _share_bars(
