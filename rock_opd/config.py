@@ -420,13 +420,13 @@ class ProbeConfig:
     tau_post: str = "q0.8"
     """The same for the loss now."""
     encoder: str = "embedding"
-    """Context vector: embedding (mean teacher input embedding of the window) or ngram (hashed
-    n-grams)."""
+    """Context vector: embedding (mean teacher input embedding of the window, less that of all
+    tokens) or ngram (hashed n-grams)."""
     window: int = 8
     """w: the context of x_t is x[t-w] to x[t+w], the prompt included."""
     dim: int = 64
     """Numbers of a context vector, after projection."""
-    gamma: float = 0.8
+    gamma: float = 0.5
     """Cosine from which on two contexts are alike."""
     eta: float = 0.1
     """Share of a type's other persistent occurrences that must be alike for one to be kept."""

@@ -510,7 +510,7 @@ def test_resuming_with_other_prompts_is_refused(tmp_path):
         ("optim.lr=1e-3", "optim.lr was"),
         ("teacher.model=other", "teacher.model was t, is other"),
         ("run.num_steps=9", "number of steps was 6, is 9"),
-        ("probe.gamma=0.5", "probe.gamma was 0.8, is 0.5"),
+        ("probe.gamma=0.8", "probe.gamma was 0.5, is 0.8"),
     ],
 )
 def test_resuming_another_experiment_is_refused(tmp_path, change, message):

@@ -13,6 +13,7 @@ types, ``D`` numbers of a context vector, ``H`` width of a model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,10 @@ class Positions:
 class WindowEncoder(Protocol):
     """Turns the context of a position into a vector."""
 
+    def fit(self, sequences: Sequence[np.ndarray]) -> WindowEncoder:
+        """The same encoder, told which sequences (int32 [T_s]) it will be asked about."""
+        ...
+
     def __call__(self, sequence: np.ndarray, places: np.ndarray) -> np.ndarray:
         """float32 [n, D] of unit length (or all 0) for the windows x[t-w : t+w] around ``places``
         of one sequence (int32 [T]); both ends and x_t itself belong to a window, and windows are
@@ -58,7 +63,11 @@ class WindowEncoder(Protocol):
 
 
 class MeanEmbedding:
-    """Mean input embedding of the window, as a direction: two windows are alike by their cosine."""
+    """Mean input embedding of the window, less that of all tokens, as a direction.
+
+    Embeddings share a direction, frequent tokens' most of all, so that uncentred means of any two
+    windows are alike, and by how much hangs on the projection (docs/decisions/0009).
+    """
 
     def __init__(self, embedding_VD: np.ndarray, *, window: int) -> None:
         """
@@ -67,11 +76,26 @@ class MeanEmbedding:
             window: w >= 0.
         """
         self._embedding_VD, self._window = embedding_VD, window
+        self._centre_D = np.zeros(embedding_VD.shape[1])
+
+    def fit(self, sequences: Sequence[np.ndarray]) -> MeanEmbedding:
+        """Centred on the mean over every token of the sequences, prompts included; before that,
+        on 0."""
+        fitted = copy.copy(self)
+        count = np.zeros(len(self._embedding_VD), np.int64)
+        for sequence in sequences:
+            np.add.at(count, sequence, 1)
+        seen = np.flatnonzero(count)
+        if len(seen):
+            fitted._centre_D = np.average(
+                self._embedding_VD[seen].astype(np.float64), axis=0, weights=count[seen]
+            )
+        return fitted
 
     def __call__(self, sequence: np.ndarray, places: np.ndarray) -> np.ndarray:
         start, stop = _window(len(sequence), places, self._window)
         running = np.zeros((len(sequence) + 1, self._embedding_VD.shape[1]))
-        np.cumsum(self._embedding_VD[sequence], axis=0, dtype=np.float64, out=running[1:])
+        np.cumsum(self._embedding_VD[sequence] - self._centre_D, axis=0, out=running[1:])
         # What is left of a sum that cancels is rounding, not a direction.
         noise = 1e-12 * np.abs(running).max(initial=0.0)
         total = running[stop] - running[start]
@@ -88,6 +112,10 @@ class HashedNgrams:
 
     def __init__(self, *, window: int, dim: int) -> None:
         self._window, self._dim = window, dim
+
+    def fit(self, sequences: Sequence[np.ndarray]) -> HashedNgrams:
+        """Itself: nothing is learned."""
+        return self
 
     def __call__(self, sequence: np.ndarray, places: np.ndarray) -> np.ndarray:
         start, stop = _window(len(sequence), places, self._window)
@@ -130,8 +158,8 @@ def project_embedding(table_VH: np.ndarray, dim: int, seed: int) -> np.ndarray:
     """A table of vectors in ``dim`` numbers: a Gaussian random projection (Johnson-Lindenstrauss).
 
     The projection is a function of H, ``dim`` and ``seed`` alone and rows do not see each other, so
-    a table may be handed over in blocks. Cosines are kept up to about (1 - cos^2) / sqrt(dim), one
-    standard deviation: .05 at .8 and 64 numbers.
+    a table may be handed over in blocks, and means may be taken after as well as before. Cosines
+    are kept up to about (1 - cos^2) / sqrt(dim), one standard deviation: .09 at .5 and 64 numbers.
 
     Args:
         table_VH: float [V, H].
@@ -205,6 +233,7 @@ def context_consistency(
         positions: N positions; every one counts in ``frequency``.
         loss_pre: float [N], nats, of the student as it was; NaN where unknown, which is not high.
         loss_post: the same of the student as it is.
+        encoder: fitted here to ``positions.sequences``.
         tau_pre, tau_post: as ``resolve_threshold`` reads them, each over all N of its own losses.
         reservoir: most occurrences judged per type, drawn without replacement.
         max_pairs: bound on ``num_pairs``. Where the reservoir would exceed it, it is lowered, for
@@ -230,6 +259,7 @@ def context_consistency(
     frequency = np.bincount(types, minlength=num_types)
     persistent = np.bincount(types[high], minlength=num_types)
 
+    encoder = encoder.fit(positions.sequences)
     limit = _fitting_reservoir(persistent, reservoir, max_pairs)
     judged = np.sort(_draw(types[high], limit, rng))
     alike = _count_alike(positions, high, judged, encoder, gamma)
