@@ -42,6 +42,8 @@ LOT_PREFILLS = 4
 """Full prefill batches of every teacher replica that make one lot."""
 NUM_SHOWN = 20
 GROUPS = ("rocks", "rare_high", "other", "single")
+MEDIANS = ("count", "mean_kl", "magnitude", "mean_row_magnitude", "cos_balanced", "cos_global")
+SHOWN = ("token_id", "text", "count", "mean_kl", "magnitude", "cos_balanced", "contribution_share")
 
 MEMORY_FORMULA = "rows x (H + H_t) x dtype + b x (types + 1 + 5 x 512 + H + H_t) x 4 + 64 x rows"
 """Bytes of one rank besides the models, with b vocabulary columns of a block."""
@@ -155,7 +157,7 @@ def measure_gradients(
         title=f"Token types by what they add along the balanced gradient, top {len(order)}",
         facts=facts,
         lines=[_sample_line(sample, cfg.run.seed), *_lines(facts)],
-        table={name: np.asarray(table[name])[order] for name in table if name != "contribution"},
+        table={name: table[name][order] for name in (*SHOWN, "group") if name in table},
         files=files,
     )
 
@@ -318,7 +320,7 @@ def _group_facts(table: dict[str, np.ndarray]) -> dict[str, dict[str, Any]]:
             f"median_{column}": float(np.nanmedian(table[column][at]))
             if np.isfinite(table[column][at]).any()
             else None
-            for column in ("count", "mean_kl", "magnitude", "cos_balanced", "cos_global")
+            for column in MEDIANS
         }
         facts[name] = {
             "num_types": int(at.sum()),
@@ -352,7 +354,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             continue
         lines.append(
             f"{name}: {group['num_types']:,} types with {group['rows_share']:.1%} of the "
-            f"positions: median |gradient| {group['median_magnitude']:.3g}, median cosine with the "
+            f"positions: median |gradient| {group['median_magnitude']:.3g} (of single "
+            f"occurrences {group['median_mean_row_magnitude']:.3g}), median cosine with the "
             f"balanced one {group['median_cos_balanced']:.3f}, {group['contribution_share']:.1%} "
             "of all |contribution|"
         )

@@ -549,8 +549,8 @@ def _share_bars(axes: Axes, shares: Mapping[str, tuple[float, ...]]) -> None:
     bars = ("types", "positions", "|contribution|")
     left = np.zeros(len(bars))
     for name, values in shares.items():
-        color, _, shown = GRADIENT_LOOKS[name]
-        axes.barh(bars, values, left=left, color=color, alpha=0.75, height=0.55, label=shown)
+        color, *_ = GRADIENT_LOOKS[name]  # named in the first panel
+        axes.barh(bars, values, left=left, color=color, alpha=0.75, height=0.55)
         for row, value in enumerate(values):
             if value >= 0.06:
                 axes.text(
@@ -560,4 +560,3 @@ def _share_bars(axes: Axes, shares: Mapping[str, tuple[float, ...]]) -> None:
     axes.invert_yaxis()
     axes.set(xlim=(0, 1), xlabel="share", title="Share by group")
     axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
