@@ -1,0 +1,566 @@
+"""What rock selection finds when the truth is planted, and what freezing does to the rest.
+
+Real runs of ``coordinator.Coordinator`` (its registry, policies, batching, objective, probe set) on
+pairs of ``planted``, with the roles of ``local_roles`` in place of engines. Two experiments, each
+seed with a pair, data and runs of its own:
+
+- *recovery*: ``rock_freeze`` chooses as many types as are planted; which does it choose, at its
+  first selection and at its last?
+- *intervention*: from one start and with one data order, nothing is frozen, or the planted types,
+  or the rare-hard ones, or random ordinary ones that occur as often as the planted; what happens to
+  the held-out divergence at positions that no arm froze?
+
+Every run's numbers are kept in ``results/``: an interrupted study goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rock_opd.planted import Pair, Setting, divergence_floor, make_pair, quiet_transformers
+from rock_opd.runlog import to_json, write_atomic
+from rock_opd.tables import Columns, Report, Say, Track, write_table
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """One variant of the recovery experiment."""
+
+    about: str
+    setting: Setting = field(default_factory=Setting)
+    overrides: tuple[str, ...] = ()
+
+
+CONDITIONS = {
+    "easy": Condition(about="planted types frequent and far from learnable"),
+    "rare": Condition(
+        about="planted types as seldom as the rare-hard ones", setting=Setting(secret_share=0.02)
+    ),
+    "rare, late": Condition(
+        about="the same, chosen after 100 steps by statistics that forget",
+        setting=Setting(secret_share=0.02),
+        overrides=("run.num_steps=140", "policy.warmup_steps=100", "policy.decay=0.95"),
+    ),
+    "low floor": Condition(
+        about="a teacher half unsure of the secret's type", setting=Setting(noise=0.5)
+    ),
+    "hard frequent": Condition(
+        about="the learnable hard types as frequent as the planted",
+        setting=Setting(hard_share=0.15),
+    ),
+    "early": Condition(
+        about="chosen after 2 steps of a hardly trained student, once and for all",
+        setting=Setting(student_steps=15),
+        overrides=("policy.warmup_steps=2", "policy.refresh_every=1000", "policy.min_count=5"),
+    ),
+    "weak student": Condition(
+        about="low floor, and a student of width 16 to which ordinary types stay costly",
+        setting=Setting(student_width=16, noise=0.5),
+    ),
+}
+SCORES = ("rock", "rock_ctx")
+PROBE = ("probe.window=2", "probe.num_rollouts=256")
+"""A window fit for a language whose memory is two tokens; the probe set is full after 8 steps."""
+ARMS = ("planted", "rare_hard", "random")
+NORMALIZERS = ("kept", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is run."""
+
+    seeds: int
+    conditions: tuple[str, ...] = tuple(CONDITIONS)
+    scores: tuple[str, ...] = SCORES
+    recovery_steps: int = 100
+    intervention_steps: int = 160
+    normalizers: tuple[str, ...] = NORMALIZERS
+
+
+QUICK = {
+    "conditions": ("easy", "low floor"),
+    "scores": ("rock",),
+    "recovery_steps": 80,
+    "intervention_steps": 60,
+    "normalizers": ("kept",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one run left behind."""
+
+    first_ids: np.ndarray
+    """int32: types of the first freeze mask; empty when nothing was ever frozen."""
+    last_ids: np.ndarray
+    """int32: types frozen at the end."""
+    count: np.ndarray
+    """float64 [V]: occurrences in the run, by type."""
+    frozen_share: float
+    """Mean share of the steps' positions whose type was frozen."""
+    heldout_ids: np.ndarray
+    """int32 [N]: tokens of the held-out responses, which the starting student sampled."""
+    kl_before: np.ndarray
+    """float32 [N], nats."""
+    kl_after: np.ndarray
+    """float32 [N], nats: the same positions, by the trained student."""
+
+
+def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
+    """One run of the pair's recipe, all roles in this process."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rock_opd.config import build_recipe
+    from rock_opd.coordinator import Coordinator, Progress
+    from rock_opd.inputs import load_inputs
+    from rock_opd.local_roles import LocalRoles
+    from rock_opd.measure import measure
+    from rock_opd.models import stop_token_ids
+
+    recipe = build_recipe(pair.recipe_tree(name), list(overrides))
+    shutil.rmtree(recipe.run_dir, ignore_errors=True)
+    inputs = load_inputs(recipe)
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(part.model, dtype=torch.float32)
+        for part in (recipe.student, recipe.teacher)
+    )
+    roles = LocalRoles(
+        recipe,
+        student,
+        teacher,
+        num_real_ids=inputs.num_real_ids,
+        stop_token_ids=stop_token_ids(recipe.student.model),
+        num_updates=recipe.run.num_steps,
+    )
+    run = Coordinator(
+        recipe,
+        inputs,
+        roles,
+        num_steps=recipe.run.num_steps,
+        grader=lambda answers, golds: [],
+        progress=Progress(),
+        stop=threading.Event(),
+    )
+    summary = run.run()
+    shutil.rmtree(recipe.run_dir / "checkpoints", ignore_errors=True)
+    events = (recipe.run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    frozen = [e for e in map(json.loads, events) if e["event"] == "freeze"]
+    heldout = run.state.heldout
+    after = measure(roles, recipe, heldout)
+    return Outcome(
+        first_ids=np.array([t["id"] for t in frozen[0]["types"]] if frozen else [], np.int32),
+        last_ids=run.policy.mask.frozen_ids,
+        count=run.registry.stats.count,
+        frozen_share=float(np.mean(summary["frozen_share"])),
+        heldout_ids=after.signals.token_ids,
+        kl_before=run.state.heldout_before.kl,
+        kl_after=after.kl,
+    )
+
+
+# --- the two experiments --------------------------------------------------------------------------
+
+
+def recovery_row(pair: Pair, outcome: Outcome) -> Row:
+    """Who was chosen, against the truth."""
+    from rock_opd.core.policies import control_rng
+    from rock_opd.core.selection import match_random
+
+    language = pair.language
+    planted, hard = language.planted_ids.ravel(), language.hard_ids
+    row: Row = {}
+    for when, ids in (("first", outcome.first_ids), ("last", outcome.last_ids)):
+        hits = int(np.isin(ids, planted).sum())
+        row |= {
+            f"precision_{when}": hits / len(ids) if len(ids) else float("nan"),
+            f"recall_{when}": hits / len(planted),
+            f"hard_{when}": int(np.isin(ids, hard).sum()),
+            f"ordinary_{when}": len(ids) - hits - int(np.isin(ids, hard).sum()),
+        }
+    _, residual = match_random(
+        outcome.count,
+        outcome.last_ids,
+        rng=control_rng(pair.seed),
+        never=np.setdiff1d(np.arange(language.num_types), language.ordinary_ids),
+    )
+    share = outcome.count / outcome.count.sum()
+    setting = language.setting
+    return {
+        **row,
+        "control_residual": residual,
+        "planted_share": float(share[planted].sum()),
+        "hard_share": float(share[hard].sum()),
+        "floor": divergence_floor(setting.group_size, setting.noise),
+        **_kl_by_group(outcome, language.planted_ids.ravel(), "planted"),
+        **_kl_by_group(outcome, hard, "hard"),
+        **_kl_by_group(outcome, language.ordinary_ids, "ordinary"),
+    }
+
+
+def _kl_by_group(outcome: Outcome, ids: np.ndarray, name: str) -> Row:
+    """Held-out KL of some types before and after, nats a position; NaN where none occurs."""
+    here = np.isin(outcome.heldout_ids, ids)
+
+    def mean(kl: np.ndarray) -> float:
+        return float(kl[here].mean(dtype=np.float64)) if here.any() else float("nan")
+
+    return {f"{name}_before": mean(outcome.kl_before), f"{name}_after": mean(outcome.kl_after)}
+
+
+def matched_control(pair: Pair, count: np.ndarray) -> tuple[np.ndarray, float]:
+    """Random ordinary types that occur, together, as often as the planted ones.
+
+    Args:
+        count: float [V]: occurrences in the run that froze nothing.
+
+    Returns:
+        int32 ids; the part of the planted types' occurrences left unmatched.
+    """
+    from rock_opd.core.policies import control_rng
+    from rock_opd.core.selection import match_random
+
+    language = pair.language
+    return match_random(
+        count,
+        language.planted_ids.ravel(),
+        rng=control_rng(pair.seed),
+        never=np.setdiff1d(np.arange(language.num_types), language.ordinary_ids),
+    )
+
+
+def intervention_rows(
+    pair: Pair, *, steps: int, normalizers: Sequence[str], done: Callable[[], None]
+) -> list[Row]:
+    """All arms from one start with one data order; one row per arm and normaliser.
+
+    ``other`` are held-out positions whose ordinary type no arm froze, ``random`` those of the
+    control's types; means are nats a position. ``done`` is called after every run.
+    """
+    language = pair.language
+    fixed = (f"run.num_steps={steps}",)
+    nothing = run_pair(pair, "all", *fixed, "policy.name=all")
+    done()
+    control, residual = matched_control(pair, nothing.count)
+    groups = {
+        "planted": language.planted_ids.ravel(),
+        "rare_hard": language.hard_ids,
+        "random": control,
+        "other": np.setdiff1d(language.ordinary_ids, control),
+    }
+
+    def row(arm: str, normalizer: str, outcome: Outcome) -> Row:
+        return {
+            "arm": arm,
+            "normalizer": normalizer,
+            "frozen_share": outcome.frozen_share,
+            "control_residual": residual,
+            "num_control": len(control),
+            **{k: v for n, ids in groups.items() for k, v in _kl_by_group(outcome, ids, n).items()},
+        }
+
+    rows = [row("nothing", normalizer, nothing) for normalizer in normalizers]
+    for arm in ARMS:
+        path = pair.folder / f"{arm}.json"
+        path.write_text(json.dumps(groups[arm].tolist()) + "\n", encoding="utf-8")
+        for normalizer in normalizers:
+            outcome = run_pair(
+                pair,
+                f"{arm}-{normalizer}",
+                *fixed,
+                "policy.name=list",
+                f"policy.ids_file={path}",
+                f"loss.normalizer={normalizer}",
+            )
+            rows.append(row(arm, normalizer, outcome))
+            done()
+    return rows
+
+
+# --- the study ------------------------------------------------------------------------------------
+
+
+def run_study(output: Path, *, seeds: int, quick: bool, say: Say, track: Track) -> Report:
+    """Both experiments, their tables and a figure, in ``output``.
+
+    Args:
+        seeds: pairs per condition, seeds 0, 1, ...
+        quick: fewer conditions, one score, shorter runs.
+    """
+    import torch
+
+    size = Size(seeds=seeds, **(QUICK if quick else {}))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in one order: the same seed, the same numbers
+    try:
+        with quiet_transformers():
+            recovery, intervention = _run_all(output, size, say, track)
+    finally:
+        torch.set_num_threads(threads)
+    found, effects = summarize_recovery(recovery), summarize_intervention(intervention)
+    files = [
+        write_table(output / "recovery.csv", _columns(recovery)),
+        write_table(output / "recovery_summary.csv", _columns(found)),
+        write_table(output / "intervention.csv", _columns(intervention)),
+        write_table(output / "intervention_summary.csv", _columns(effects)),
+        draw(output / "planted.png", recovery, effects),
+    ]
+    return Report(
+        title=f"Recovery of planted rocks, {seeds} seeds",
+        facts={"seeds": seeds, "recovery": found, "intervention": effects},
+        lines=_lines(found, effects),
+        table=_columns(found),
+        files=files,
+    )
+
+
+def _run_all(output: Path, size: Size, say: Say, track: Track) -> tuple[list[Row], list[Row]]:
+    per_seed = 1 + len(ARMS) * len(size.normalizers)
+    total = size.seeds * (len(size.conditions) * len(size.scores) + per_seed)
+    finished = 0
+
+    def done() -> None:
+        nonlocal finished
+        finished += 1
+        track(finished, total)
+
+    recovery, intervention = [], []
+    for seed in range(size.seeds):
+        for name in size.conditions:
+            condition = CONDITIONS[name]
+            for score in size.scores:
+                overrides = (  # a condition's own come last and win
+                    f"run.num_steps={size.recovery_steps}",
+                    f"policy.score={score}",
+                    *PROBE,
+                    *condition.overrides,
+                )
+
+                def recover(name=name, seed=seed, score=score, overrides=overrides) -> list[Row]:
+                    pair = ready_pair(output, CONDITIONS[name].setting, seed=seed)
+                    return [recovery_row(pair, run_pair(pair, f"recover-{score}", *overrides))]
+
+                [row] = _once(output, ("recovery", name, seed, score, overrides), recover)
+                recovery.append({"condition": name, "score": score, "seed": seed, **row})
+                say(_recovery_line(recovery[-1]))
+                done()
+
+        before = finished
+
+        def intervene(seed=seed) -> list[Row]:
+            return intervention_rows(
+                ready_pair(output, CONDITIONS["easy"].setting, seed=seed),
+                steps=size.intervention_steps,
+                normalizers=size.normalizers,
+                done=done,
+            )
+
+        rows = _once(
+            output,
+            ("intervention", "easy", seed, size.intervention_steps, size.normalizers),
+            intervene,
+        )
+        finished = before + per_seed
+        track(finished, total)
+        intervention += [{"seed": seed, **row} for row in rows]
+        say(f"seed {seed}: intervention measured, {len(rows)} arms")
+    return recovery, intervention
+
+
+def ready_pair(output: Path, setting: Setting, *, seed: int) -> Pair:
+    """The pair of a condition's setting and seed, made where it is not there yet."""
+    name = next(name for name, c in CONDITIONS.items() if c.setting == setting)
+    folder = output / "pairs" / f"{name.replace(' ', '_')}-{seed}"
+    return Pair.load(folder, setting, seed=seed) or make_pair(folder, setting, seed=seed)
+
+
+def _once(output: Path, key: tuple[Any, ...], make: Callable[[], list[Row]]) -> list[Row]:
+    """The rows of one piece of work: from its file, or made and kept there."""
+    condition = CONDITIONS[key[1]]
+    digest = hashlib.sha256(repr((key, condition)).encode()).hexdigest()[:10]
+    name = f"{key[0]}-{key[1]}-{key[2]}-{digest}".replace(",", "").replace(" ", "_")
+    path = output / "results" / f"{name}.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(to_json(make()), indent=1) + "\n")
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [{k: float("nan") if v is None else v for k, v in row.items()} for row in rows]
+
+
+def _columns(rows: Sequence[Row]) -> Columns:
+    return {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
+
+
+# --- summaries ------------------------------------------------------------------------------------
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95 % interval over seeds, by Student's t; (mean, nan, nan) for one seed."""
+    from scipy import stats
+
+    x = np.asarray(values, np.float64)
+    mean = float(x.mean())
+    if len(x) < 2:
+        return mean, float("nan"), float("nan")
+    half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)))
+    return mean, mean - half, mean + half
+
+
+def summarize_recovery(rows: Sequence[Row]) -> list[Row]:
+    """One row per condition and score: means over seeds, and the worst seed."""
+    found = []
+    for condition, score in dict.fromkeys((r["condition"], r["score"]) for r in rows):
+        mine = [r for r in rows if (r["condition"], r["score"]) == (condition, score)]
+
+        def mean(name: str, mine: list[Row] = mine) -> float:
+            return float(np.mean([r[name] for r in mine]))
+
+        found.append(
+            {
+                "condition": condition,
+                "score": score,
+                "seeds": len(mine),
+                "precision_first": mean("precision_first"),
+                "recall_first": mean("recall_first"),
+                "recall_first_least": min(r["recall_first"] for r in mine),
+                "hard_first": mean("hard_first"),
+                "precision_last": mean("precision_last"),
+                "recall_last": mean("recall_last"),
+                "recall_last_least": min(r["recall_last"] for r in mine),
+                "hard_last": mean("hard_last"),
+                "ordinary_last": mean("ordinary_last"),
+                "control_residual_worst": max(abs(r["control_residual"]) for r in mine),
+                "planted_share": mean("planted_share"),
+                "hard_share": mean("hard_share"),
+                "floor": mean("floor"),
+                "planted_kl_after": mean("planted_after"),
+                "hard_kl_before": mean("hard_before"),
+                "hard_kl_after": mean("hard_after"),
+                "ordinary_kl_after": mean("ordinary_after"),
+            }
+        )
+    return found
+
+
+def summarize_intervention(rows: Sequence[Row]) -> list[Row]:
+    """One row per normaliser, arm and group of positions: KL after, and its paired difference to
+    the arm that froze nothing, with the 95 % interval over seeds."""
+    effects = []
+    for normalizer in dict.fromkeys(r["normalizer"] for r in rows):
+        for arm in ("nothing", *ARMS):
+            mine = _by_seed(rows, normalizer, arm)
+            base = _by_seed(rows, normalizer, "nothing")
+            for group in ("other", "planted", "rare_hard", "random"):
+                changes = [
+                    mine[seed][f"{group}_after"] - base[seed][f"{group}_after"] for seed in base
+                ]
+                mean, low, high = mean_interval(changes)
+                effects.append(
+                    {
+                        "normalizer": normalizer,
+                        "arm": arm,
+                        "positions": group,
+                        "seeds": len(base),
+                        "frozen_share": float(np.mean([r["frozen_share"] for r in mine.values()])),
+                        "kl_before": float(np.mean([r[f"{group}_before"] for r in mine.values()])),
+                        "kl_after": float(np.mean([r[f"{group}_after"] for r in mine.values()])),
+                        "difference": mean,
+                        "low": low,
+                        "high": high,
+                    }
+                )
+    return effects
+
+
+def _by_seed(rows: Sequence[Row], normalizer: str, arm: str) -> dict[int, Row]:
+    return {r["seed"]: r for r in rows if (r["normalizer"], r["arm"]) == (normalizer, arm)}
+
+
+def _recovery_line(row: Row) -> str:
+    return (
+        f"seed {row['seed']}, {row['condition']}, {row['score']}: precision "
+        f"{row['precision_first']:.2f} at first and {row['precision_last']:.2f} at last, recall "
+        f"{row['recall_first']:.2f} and {row['recall_last']:.2f}; {row['hard_last']} rare-hard "
+        "types frozen at the end"
+    )
+
+
+def _lines(found: Sequence[Row], effects: Sequence[Row]) -> list[str]:
+    lines = [
+        f"{r['condition']} ({CONDITIONS[r['condition']].about}), score {r['score']}: recall "
+        f"{r['recall_first']:.2f} at the first selection, {r['recall_last']:.2f} at the last; "
+        f"{r['hard_last']:.1f} of the rare-hard types frozen; KL of the planted types ends at "
+        f"{r['planted_kl_after']:.3f} nats, floor {r['floor']:.3f}"
+        for r in found
+    ]
+    for e in effects:
+        if e["positions"] == "other" and e["arm"] != "nothing":
+            lines.append(
+                f"freezing {e['arm']} types ({e['frozen_share']:.1%} of positions, normaliser "
+                f"{e['normalizer']}): held-out KL of the other positions {e['difference']:+.5f} "
+                f"nats [{e['low']:+.5f}, {e['high']:+.5f}] against freezing nothing "
+                f"({e['kl_before']:.4f} before, {e['kl_after'] - e['difference']:.4f} after)"
+            )
+    return lines
+
+
+def draw(path: Path, recovery: Sequence[Row], effects: Sequence[Row]) -> Path:
+    """Recall of every seed by condition, and what freezing did to the other positions."""
+    from rock_opd.plots import BLUE, GREEN, ORANGE, figure
+
+    with figure(path, panels=2, widths=(1.35, 1.0)) as (left, right):
+        conditions = list(dict.fromkeys(r["condition"] for r in recovery))
+        scores = list(dict.fromkeys(r["score"] for r in recovery))
+        for k, (score, color) in enumerate(zip(scores, (BLUE, ORANGE), strict=False)):
+            for place, condition in enumerate(conditions):
+                y = [
+                    r["recall_last"]
+                    for r in recovery
+                    if (r["condition"], r["score"]) == (condition, score)
+                ]
+                x = place + 0.24 * (k - (len(scores) - 1) / 2)
+                spread = x + 0.1 * (np.arange(len(y)) / max(1, len(y) - 1) - 0.5)
+                label = score if place == 0 else None
+                left.plot(spread, y, "o", color=color, alpha=0.55, markersize=4.5, label=label)
+                left.plot([x - 0.1, x + 0.1], [np.mean(y)] * 2, color=color, linewidth=2.4)
+        left.axhline(0.9, color="black", linewidth=0.8, linestyle=":")
+        left.set_xticks(range(len(conditions)), [c.replace(" ", "\n", 1) for c in conditions])
+        left.set(
+            ylim=(-0.04, 1.04),
+            ylabel="recall of the planted types",
+            title="Last selection (dots: seeds, bars: means)",
+        )
+        left.legend(loc="lower left")
+        others = [e for e in effects if e["positions"] == "other" and e["arm"] != "nothing"]
+        normalizers = list(dict.fromkeys(e["normalizer"] for e in others))
+        for k, (normalizer, color) in enumerate(zip(normalizers, (BLUE, GREEN), strict=False)):
+            mine = [e for e in others if e["normalizer"] == normalizer]
+            right.errorbar(
+                [e["difference"] for e in mine],
+                np.arange(len(mine)) + 0.16 * (k - (len(normalizers) - 1) / 2),
+                xerr=np.abs([[e["difference"] - e[end] for e in mine] for end in ("low", "high")]),
+                fmt="o",
+                color=color,
+                capsize=3,
+                label=f"normaliser {normalizer}",
+            )
+        right.axvline(0, color="black", linewidth=0.9, linestyle=":")
+        right.set_yticks(range(len(ARMS)), [f"{arm.replace('_', '-')} frozen" for arm in ARMS])
+        right.invert_yaxis()
+        right.set(
+            xlabel="difference to freezing nothing, nats (95 % over seeds)",
+            title="Held-out KL of the other positions",
+        )
+        right.legend()
+    return path
