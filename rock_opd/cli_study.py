@@ -342,4 +342,19 @@ def study(
     _finish(report, as_json)
 
 
-COMMANDS = (score, rocks, cutoff, evolve, gradients, knockout, study)
+@click.command()
+@OUTPUT
+@click.option("--seeds", default=5, type=click.IntRange(1), show_default=True)
+@click.option("--quick", is_flag=True, help="Fewer conditions and shorter runs: a look, no result.")
+@JSON
+def planted(output: Path, seeds: int, quick: bool, as_json: bool) -> None:
+    """Where the truth is known: does selection find what cannot be learned, and what does freezing
+    do to the rest? Makes tiny pairs and trains them in this process, on one core."""
+    from rock_opd.planted_study import run_study as run
+
+    with _watch("planted") as (say, track):
+        report = run(output, seeds=seeds, quick=quick, say=say, track=track)
+    _finish(report, as_json)
+
+
+COMMANDS = (score, rocks, cutoff, evolve, gradients, knockout, study, planted)
