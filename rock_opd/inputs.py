@@ -16,11 +16,11 @@ from rock_opd.models import (
     load_tokenizer,
     model_facts,
     num_real_ids,
-    stop_token_ids,
     tokenizer_fingerprint,
 )
 from rock_opd.rocklist import read_ids
 from rock_opd.types import Prompt
+from rock_opd.vocabulary import Vocabulary, guarded_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,20 @@ def load_inputs(recipe: Recipe) -> Inputs:
         prefix = recipe.teacher.prefix_tokens
         heldout = load_heldout(recipe.data, recipe.eval, teacher_prefix_tokens=prefix, **reading)
     problems = load_problems(recipe.data, recipe.eval, **reading) if recipe.eval.problems else None
-    guard_ids, notices = _guarded(recipe, tokenizer, width)
+    vocabulary = Vocabulary(
+        model=recipe.student.model,
+        num_types=width,
+        fingerprint=tokenizer_fingerprint(tokenizer),
+        tokenizer=tokenizer,
+    )
+    notices: list[str] = []
+    guard_ids = guarded_ids(recipe.policy, vocabulary, say=notices.append)
     frozen_list = None
     if recipe.policy.ids_file is not None:
         frozen_list, notice = read_ids(
-            recipe.policy.ids_file, num_types=width, tokenizer=tokenizer_fingerprint(tokenizer)
+            recipe.policy.ids_file, num_types=width, tokenizer=vocabulary.fingerprint
         )
-        notices += (f"policy.ids_file: {notice}",) if notice else ()
+        notices += [f"policy.ids_file: {notice}"] if notice else []
     return Inputs(
         prompts=prompts,
         heldout=heldout,
@@ -91,22 +98,5 @@ def load_inputs(recipe: Recipe) -> Inputs:
         num_real_ids=width,
         frozen_list=frozen_list,
         guard_ids=guard_ids,
-        notices=notices,
+        notices=tuple(notices),
     )
-
-
-def _guarded(recipe: Recipe, tokenizer: Any, width: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Types that are never frozen, and what to tell of the list they come from."""
-    policy, notices = recipe.policy, []
-    ids: set[int] = set()
-    if policy.guard_special:
-        added = tokenizer.added_tokens_decoder.items()
-        ids |= {i for i, token in added if token.special} | set(tokenizer.all_special_ids)
-        ids |= set(stop_token_ids(recipe.student.model))
-    if policy.guard_file is not None:
-        listed, notice = read_ids(
-            policy.guard_file, num_types=width, tokenizer=tokenizer_fingerprint(tokenizer)
-        )
-        ids |= set(listed.tolist())
-        notices += [f"policy.guard_file: {notice}"] if notice else []
-    return np.array(sorted(i for i in ids if i < width), np.int32), tuple(notices)
