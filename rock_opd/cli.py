@@ -1,5 +1,5 @@
-"""The command line: ``rock-opd train | check | prepare-demo | generate``; the offline commands stand
-in ``cli_study``. Parsing and showing, no more."""
+"""The command line: ``rock-opd train | check | prepare-demo | generate``; ``cli_study`` has the
+offline commands. Parsing and showing, no more."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The offline commands: ``rock-opd score | rocks | cutoff | evolve | gradients | knockout | study``.
-Parsing and showing, no more."""
+"""The offline commands: ``rock-opd score | rocks | cutoff | evolve | gradients | knockout | study``,
+and their kin. Parsing and showing, no more."""
 
 from __future__ import annotations
 
@@ -52,21 +52,30 @@ def _recipe(
     return anchor_paths(load_recipe(path, [*overrides, *named], needed=needed), Path.cwd())
 
 
-def _gives(path: Path | None, overrides: tuple[str, ...], key: str) -> bool:
-    """Whether the recipe's file or an override names a key; both must be readable."""
+def _greedy_unless_given(cfg: Recipe, path: Path | None, overrides: tuple[str, ...]) -> Recipe:
+    """Knockout decodes greedily, so that nothing but the ban is new, unless the recipe's file or an
+    override names a temperature."""
     from omegaconf import OmegaConf
 
     layers = [OmegaConf.load(path)] if path is not None else []
     tree = OmegaConf.merge(*layers, OmegaConf.from_dotlist([*overrides]))
-    return OmegaConf.select(tree, key) is not None
+    if OmegaConf.select(tree, "eval.temperature") is not None:
+        return cfg
+    return replace(cfg, eval=replace(cfg.eval, temperature=0.0))
 
 
 @contextmanager
 def _watch(what: str) -> Iterator[tuple[Say, Track]]:
     """Lines and a progress bar on stderr."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     bar = Progress(
@@ -309,8 +318,7 @@ def knockout(
         student__model=student,
         eval__problems=task,
     )
-    if not _gives(recipe, overrides, "eval.temperature"):  # greedy: nothing but the ban is new
-        cfg = replace(cfg, eval=replace(cfg.eval, temperature=0.0))
+    cfg = _greedy_unless_given(cfg, recipe, overrides)
     with _watch("knockout") as (say, track):
         report = knock_out(
             cfg,
@@ -357,4 +365,58 @@ def planted(output: Path, seeds: int, quick: bool, as_json: bool) -> None:
     _finish(report, as_json)
 
 
-COMMANDS = (score, rocks, cutoff, evolve, gradients, knockout, study, planted)
+@click.group()
+def bench() -> None:
+    """Measure what parts of rock_opd cost on this machine."""
+
+
+@bench.command("registry")
+@click.option("--types", "num_types", default=151_936, help="Vocabulary.", show_default=True)
+@click.option("--positions", default=8_000_000, help="Of one step.", show_default=True)
+@click.option("--repeats", default=3, help="The least time of so many counts.", show_default=True)
+@click.option("--seed", default=0, help="Draws the data.")
+@JSON
+def bench_registry(num_types: int, positions: int, repeats: int, seed: int, as_json: bool) -> None:
+    """Seconds per step of the registry and the token policy."""
+    from rock_opd.bench import bench_registry as run
+
+    report = run(num_types=num_types, num_positions=positions, repeats=repeats, seed=seed)
+    _finish(report, as_json)
+
+
+@bench.command("knockout")
+@OVERRIDES
+@click.option("--candidates", required=True, type=PATH, help="Ids to ban, one at a time.")
+@click.option("--num", default=8, help="So many of them.", show_default=True)
+@click.option("--task", type=PATH, help="Problems with answers; default: the recipe's.")
+@RECIPE
+@STUDENT
+@ADDRESS
+@JSON
+def bench_knockout(
+    overrides: tuple[str, ...],
+    candidates: Path,
+    num: int,
+    task: Path | None,
+    recipe: Path | None,
+    student: str | None,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Knockout against one candidate at a time, on the same engine."""
+    from rock_opd.bench import bench_knockout as run
+
+    cfg = _recipe(
+        recipe,
+        overrides,
+        ("student.model",),
+        student__model=student,
+        eval__problems=task,
+    )
+    cfg = _greedy_unless_given(cfg, recipe, overrides)
+    with _watch("bench") as (say, track):
+        report = run(cfg, candidates, max_candidates=num, address=address, say=say, track=track)
+    _finish(report, as_json)
+
+
+COMMANDS = (score, rocks, cutoff, evolve, gradients, knockout, study, planted, bench)

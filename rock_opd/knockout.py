@@ -1,20 +1,9 @@
 """Knockout: ban one token type at every decoding step, and see what it does to accuracy.
 
-The problems are answered once with nothing banned (the base) and once per candidate type. What a
-ban cannot change is not generated again: an answer in which the type never occurs is the base's
-own, and with greedy decoding an answer is the base's up to the first place where it would have
-occurred. In float32 that gives the very answers of ``naive_loop``; in bf16, where the batch decides
-how sums are rounded, answers as good as those. All other answers, of many candidates, go into the
-engines side by side. A study that broke off goes on where it was.
+The problems are answered once with nothing banned (the base) and once per candidate type (``bans``
+says how that is done without doing work twice). A study that broke off goes on where it was.
 
-Why a sampled answer is kept, too: vLLM picks the id with the largest probability over a seeded
-exponential draw, and taking an id out of that race does not change who wins it, unless that id
-would have (or two are as good as tied: the probabilities of the rest are rounded anew). After the
-first ban that bites, the request's draws cannot be taken up again from outside the engine: such an
-answer is sampled whole.
-
-Shape letters: ``P`` problems, ``C`` candidates, ``A`` answers (P x samples), ``R`` tokens of one
-answer.
+Shape letters: ``P`` problems, ``C`` candidates, ``A`` answers (P x samples).
 """
 
 from __future__ import annotations
@@ -28,10 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rock_opd.bans import Answer, Sampler, Task, mixed_batches
 from rock_opd.config import Recipe
 from rock_opd.core.analysis import PILLAR, knockout_counts, knockout_table
 from rock_opd.data import load_problems
@@ -46,7 +36,6 @@ from rock_opd.models import (
 from rock_opd.plots import knockout_figure
 from rock_opd.rocklist import read_ids, write_ids
 from rock_opd.tables import Columns, Report, Say, Track, write_table
-from rock_opd.types import Prompt, Rollout, SampleRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,140 +45,6 @@ LOT = 4
 
 Grader = Callable[[list[str], list[str]], list[bool]]
 """(answers, gold answers) -> which are right."""
-
-
-class Sampler(Protocol):
-    """What answers: ``actors.groups.Rollouts``, or one ``engines.vllm_rollout.RolloutEngine``."""
-
-    def generate(
-        self,
-        requests: list[SampleRequest],
-        *,
-        temperature: float,
-        top_p: float,
-        max_new_tokens: int,
-    ) -> list[Rollout]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """Problems, and how they are answered: the same way under every ban."""
-
-    problems: tuple[Prompt, ...]
-    """Each with an ``answer``."""
-    samples: int
-    """Answers of one problem."""
-    temperature: float
-    """0 is greedy; top-p is always 1: with less, a ban changes which ids may be sampled at all."""
-    max_new_tokens: int
-    seed: int
-
-    def requests(self, *banned: int) -> list[SampleRequest]:
-        """A requests, problem by problem; their seeds do not depend on what is banned."""
-        from rock_opd.coordinator import sample_seed
-
-        return [
-            SampleRequest(
-                prompt=problem,
-                sample_idx=i,
-                seed=sample_seed(self.seed, -1, problem.prompt_id, i),
-                banned_ids=banned,
-            )
-            for problem in self.problems
-            for i in range(self.samples)
-        ]
-
-    def answer(self, rollouts: Sampler, requests: list[SampleRequest]) -> list[Answer]:
-        """Answers, in the order of the requests."""
-        answered = rollouts.generate(
-            requests,
-            temperature=self.temperature,
-            top_p=1.0,
-            max_new_tokens=self.max_new_tokens,
-        )
-        return [
-            Answer(
-                token_ids=rollout.token_ids[rollout.prompt_len :],
-                stopped=rollout.finish_reason == "stop",
-                num_sampled=len(rollout.positions),
-            )
-            for rollout in answered
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One answer to one problem, under one ban or none."""
-
-    token_ids: np.ndarray
-    """int32 [R], R >= 1."""
-    stopped: bool
-    """False: the length limit cut it off."""
-    num_sampled: int
-    """Tokens generated for it: R, or fewer where the base's were used."""
-
-
-# --- answering under bans -------------------------------------------------------------------------
-
-
-def naive_loop(
-    rollouts: Sampler, task: Task, candidates: Sequence[int]
-) -> Iterator[tuple[int, list[Answer]]]:
-    """Knockout as it is defined: one candidate after another, every answer generated whole."""
-    for candidate in candidates:
-        yield candidate, task.answer(rollouts, task.requests(candidate))
-
-
-def mixed_batches(
-    rollouts: Sampler,
-    task: Task,
-    candidates: Sequence[int],
-    base: list[Answer],
-    *,
-    lot: int,
-    reuse: bool = True,
-) -> Iterator[tuple[int, list[Answer]]]:
-    """What ``naive_loop`` gives, with the candidates side by side and without work done twice.
-
-    Args:
-        base: [A]: the task's answers with nothing banned.
-        lot: answers asked for at once.
-        reuse: take from the base what the ban cannot change; False generates every answer whole.
-
-    Yields:
-        (candidate, its A answers), each candidate as soon as its last answer is there.
-    """
-    open_: dict[int, list[Answer | None]] = {}
-    queue: list[tuple[int, int, SampleRequest]] = []
-
-    def flush() -> None:
-        some, queue[:] = queue[:lot], queue[lot:]
-        some.sort(key=lambda job: (job[1], len(job[2].begun)))  # shared beginnings side by side
-        answers = task.answer(rollouts, [request for *_, request in some])
-        for (candidate, place, _), answer in zip(some, answers, strict=True):
-            open_[candidate][place] = answer
-
-    def finished() -> Iterator[tuple[int, list[Answer]]]:
-        for candidate in [c for c, some in open_.items() if all(a is not None for a in some)]:
-            yield candidate, [answer for answer in open_.pop(candidate) if answer is not None]
-
-    for candidate in candidates:
-        open_[candidate] = [None] * len(base)
-        jobs = zip(base, task.requests(candidate), strict=True)
-        for place, (answer, request) in enumerate(jobs):
-            found = np.flatnonzero(answer.token_ids == candidate) if reuse else [0]
-            if not len(found):
-                open_[candidate][place] = replace(answer, num_sampled=0)
-                continue
-            if reuse and task.temperature == 0:
-                request = replace(request, begun=tuple(answer.token_ids[: found[0]].tolist()))
-            queue.append((candidate, place, request))
-        while len(queue) >= lot:
-            flush()
-        yield from finished()
-    while queue:
-        flush()
-        yield from finished()
 
 
 # --- results on disk ------------------------------------------------------------------------------
@@ -367,7 +222,7 @@ def knock_out(
         candidates: list of token ids, as ``rocklist.read_ids`` reads it.
         output: table, .csv or .parquet; beside it come ``<stem>.png`` and, where there are any,
             ``<stem>.pillars.json``: a list for ``policy.guard_file``.
-        reuse: False generates every answer whole (see the module's docstring).
+        reuse: False generates every answer whole (see ``bans``).
         address: as for ``driver.connect``.
 
     Returns:
@@ -384,7 +239,7 @@ def knock_out(
     started = time.monotonic()
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output {output}: expected a name ending in .csv or .parquet")
-    task, tokenizer, ids = _read(cfg, candidates, say)
+    task, tokenizer, ids = read_task(cfg, candidates, say)
     path = output.with_name(output.name + ".parts.jsonl")
     if output.exists() and not path.exists():
         raise ConfigError(f"{output} exists, without {path.name}; choose another name or remove it")
@@ -393,14 +248,14 @@ def knock_out(
     if len(left) < len(ids):
         say(f"{len(ids) - len(left)} of {len(ids)} candidates were finished before")
     if left:
-        with _engines(cfg, address, say) as (rollouts, grader):
+        with banning_engines(cfg, address, say) as (rollouts, grader):
             measure(
                 rollouts,
                 Grades(task, partial(tokenizer.decode, skip_special_tokens=True), grader),
                 task,
                 ids,
                 parts,
-                lot=_lot(cfg),
+                lot=lot_size(cfg),
                 reuse=reuse,
                 say=say,
                 track=track,
@@ -411,11 +266,12 @@ def knock_out(
     return report
 
 
-def _lot(cfg: Recipe) -> int:
+def lot_size(cfg: Recipe) -> int:
+    """Answers to ask the engines for at once."""
     return LOT * cfg.rollout.max_num_seqs * cfg.rollout.num_workers
 
 
-def _read(
+def read_task(
     cfg: Recipe, candidates: Path, say: Say
 ) -> tuple[Task, PreTrainedTokenizerBase, list[int]]:
     """The problems, the student's tokenizer, and the candidates in the order of their file."""
@@ -474,7 +330,7 @@ def _fingerprint(
 
 
 @contextmanager
-def _engines(cfg: Recipe, address: str | None, say: Say) -> Iterator[tuple[Sampler, Grader]]:
+def banning_engines(cfg: Recipe, address: str | None, say: Say) -> Iterator[tuple[Sampler, Grader]]:
     """Rollout workers that can ban, and a grader."""
     import ray
 
@@ -618,84 +474,3 @@ def _write_pillars(
         made_by="knockout",
         num_problems=len(task.problems),
     )
-
-
-# --- what it saves --------------------------------------------------------------------------------
-
-
-def bench(
-    cfg: Recipe,
-    candidates: Path,
-    *,
-    max_candidates: int = 8,
-    address: str | None = None,
-    say: Say,
-    track: Track,
-) -> Report:
-    """Knockout against the naive loop, on the same engines, same problems, same candidates.
-
-    Grading is left out: it is the same for both. The base run comes first, and with it the prompts
-    are in the engines' prefix cache for all; the naive loop comes last, so that what caching there
-    is favours it.
-
-    Returns:
-        Facts: ``seconds`` and ``tokens_generated`` by way (``base``, ``reuse``, ``mixed``: whole
-        answers side by side, ``naive``), ``speedup`` of reuse and mixed over naive (the base run
-        counted in), ``equal_answers`` of ``pairs`` between reuse and naive.
-    """
-    task, _, ids = _read(cfg, candidates, say)
-    ids, lot = ids[:max_candidates], _lot(cfg)
-    seconds: dict[str, float] = {}
-    answers: dict[str, list[Answer]] = {}
-
-    def timed(way: str, run: Callable[[], list[Answer]]) -> list[Answer]:
-        started = time.monotonic()
-        answers[way] = run()
-        seconds[way] = time.monotonic() - started
-        track(len(seconds), 4)
-        say(f"{way}: {seconds[way]:.1f} s, {_sampled(answers[way])} tokens")
-        return answers[way]
-
-    def flat(loop: Iterator[tuple[int, list[Answer]]]) -> list[Answer]:
-        by_candidate = dict(loop)
-        return [answer for candidate in ids for answer in by_candidate[candidate]]
-
-    with _engines(cfg, address, say) as (rollouts, _):
-        base = timed("base", lambda: task.answer(rollouts, task.requests()))
-        mixed = partial(mixed_batches, rollouts, task, ids, base, lot=lot)
-        timed("reuse", lambda: flat(mixed()))
-        timed("mixed", lambda: flat(mixed(reuse=False)))
-        timed("naive", lambda: flat(naive_loop(rollouts, task, ids)))
-    naive = seconds["base"] + seconds["naive"]
-    speedup = {way: naive / (seconds["base"] + seconds[way]) for way in ("reuse", "mixed")}
-    equal = sum(
-        np.array_equal(a.token_ids, b.token_ids)
-        for a, b in zip(answers["reuse"], answers["naive"], strict=True)
-    )
-    tokens = {way: _sampled(some) for way, some in answers.items()}
-    return Report(
-        title="knockout against the naive loop",
-        facts={
-            "num_candidates": len(ids),
-            "num_problems": len(task.problems),
-            "seconds": seconds,
-            "tokens_generated": tokens,
-            "speedup": speedup,
-            "equal_answers": equal,
-            "pairs": len(answers["naive"]),
-        },
-        lines=[
-            f"{len(ids)} candidates x {len(task.problems)} problems: {speedup['reuse']:.2f}x the "
-            f"naive loop's speed, base run included ({speedup['mixed']:.2f}x from mixing alone)",
-            f"{equal} of {len(answers['naive'])} answers are the naive loop's, token for token",
-        ],
-        table={
-            "way": list(seconds),
-            "seconds": list(seconds.values()),
-            "tokens_generated": [tokens[way] for way in seconds],
-        },
-    )
-
-
-def _sampled(answers: list[Answer]) -> int:
-    return sum(answer.num_sampled for answer in answers)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rock_opd.bans import Task, mixed_batches, naive_loop
 from rock_opd.errors import ConfigError, DataError
-from rock_opd.knockout import Grades, Parts, Task, measure, mixed_batches, naive_loop, summarize
+from rock_opd.knockout import Grades, Parts, measure, summarize
 from rock_opd.types import Prompt, Rollout, SampleRequest
 
 VOCAB, EOS, LIMIT = 12, 0, 20

@@ -176,7 +176,7 @@ class Remote:
 def test_reuse_and_mixed_batches_give_the_naive_loops_answers_token_for_token(
     temperature: float, samples: int, engine: Any
 ):
-    from rock_opd.knockout import Task, mixed_batches, naive_loop
+    from rock_opd.bans import Task, mixed_batches, naive_loop
 
     task = Task(
         problems=tuple(r.prompt for r in asked(24)),
