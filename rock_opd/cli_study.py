@@ -1,5 +1,5 @@
-"""The offline commands: ``rock-opd score | rocks | cutoff | evolve | gradients | knockout | study``,
-and their kin. Parsing and showing, no more."""
+"""The offline commands, from ``rock-opd score`` to ``rock-opd study``. Parsing and showing, no
+more."""
 
 from __future__ import annotations
 
