@@ -16,6 +16,7 @@ Every run's numbers are kept in ``results/``: an interrupted study goes on where
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 import threading
@@ -73,6 +74,7 @@ SCORES = ("rock", "rock_ctx")
 PROBE = ("probe.window=2", "probe.num_rollouts=256")
 """A window fit for a language whose memory is two tokens; the probe set is full after 8 steps."""
 ARMS = ("planted", "rare_hard", "random")
+GROUPS = ("other", *ARMS)
 NORMALIZERS = ("kept", "all")
 
 
@@ -115,6 +117,10 @@ class Outcome:
     """float32 [N], nats."""
     kl_after: np.ndarray
     """float32 [N], nats: the same positions, by the trained student."""
+    own_ids: np.ndarray
+    """int32 [M]: tokens of what the trained student answers to the held-out prompts."""
+    own_kl: np.ndarray
+    """float32 [M], nats."""
 
 
 def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
@@ -123,11 +129,12 @@ def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
     from transformers import AutoModelForCausalLM
 
     from rock_opd.config import build_recipe
-    from rock_opd.coordinator import Coordinator, Progress
+    from rock_opd.coordinator import Coordinator, Progress, sample_seed
     from rock_opd.inputs import load_inputs
     from rock_opd.local_roles import LocalRoles
     from rock_opd.measure import measure
     from rock_opd.models import stop_token_ids
+    from rock_opd.types import SampleRequest
 
     recipe = build_recipe(pair.recipe_tree(name), list(overrides))
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
@@ -159,6 +166,21 @@ def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
     frozen = [e for e in map(json.loads, events) if e["event"] == "freeze"]
     heldout = run.state.heldout
     after = measure(roles, recipe, heldout)
+    own = measure(
+        roles,
+        recipe,
+        roles.rollouts.generate(
+            [
+                SampleRequest(
+                    prompt=p, sample_idx=0, seed=sample_seed(recipe.run.seed, 0, p.prompt_id, 0)
+                )
+                for p in inputs.heldout
+            ],
+            temperature=recipe.rollout.temperature,
+            top_p=recipe.rollout.top_p,
+            max_new_tokens=recipe.rollout.max_new_tokens,
+        ),
+    )
     return Outcome(
         first_ids=np.array([t["id"] for t in frozen[0]["types"]] if frozen else [], np.int32),
         last_ids=run.policy.mask.frozen_ids,
@@ -167,6 +189,8 @@ def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
         heldout_ids=after.signals.token_ids,
         kl_before=run.state.heldout_before.kl,
         kl_after=after.kl,
+        own_ids=own.signals.token_ids,
+        own_kl=own.kl,
     )
 
 
@@ -210,13 +234,18 @@ def recovery_row(pair: Pair, outcome: Outcome) -> Row:
 
 
 def _kl_by_group(outcome: Outcome, ids: np.ndarray, name: str) -> Row:
-    """Held-out KL of some types before and after, nats a position; NaN where none occurs."""
-    here = np.isin(outcome.heldout_ids, ids)
+    """KL of some types, nats a position: on the held-out responses before and after, and on the
+    trained student's own; NaN where none occurs."""
 
-    def mean(kl: np.ndarray) -> float:
+    def mean(token_ids: np.ndarray, kl: np.ndarray) -> float:
+        here = np.isin(token_ids, ids)
         return float(kl[here].mean(dtype=np.float64)) if here.any() else float("nan")
 
-    return {f"{name}_before": mean(outcome.kl_before), f"{name}_after": mean(outcome.kl_after)}
+    return {
+        f"{name}_before": mean(outcome.heldout_ids, outcome.kl_before),
+        f"{name}_after": mean(outcome.heldout_ids, outcome.kl_after),
+        f"{name}_own": mean(outcome.own_ids, outcome.own_kl),
+    }
 
 
 def matched_control(pair: Pair, count: np.ndarray) -> tuple[np.ndarray, float]:
@@ -320,7 +349,7 @@ def run_study(output: Path, *, seeds: int, quick: bool, say: Say, track: Track) 
         title=f"Recovery of planted rocks, {seeds} seeds",
         facts={"seeds": seeds, "recovery": found, "intervention": effects},
         lines=_lines(found, effects),
-        table=_columns(found),
+        table={title: [row[name] for row in found] for name, title in SHOWN.items()},
         files=files,
     )
 
@@ -454,32 +483,34 @@ def summarize_recovery(rows: Sequence[Row]) -> list[Row]:
 
 
 def summarize_intervention(rows: Sequence[Row]) -> list[Row]:
-    """One row per normaliser, arm and group of positions: KL after, and its paired difference to
-    the arm that froze nothing, with the 95 % interval over seeds."""
+    """One row per normaliser, arm, group of positions and text: KL at the end, and its paired
+    difference to the arm that froze nothing, with the 95 % interval over seeds.
+
+    Texts: ``fixed``, the starting student's held-out responses; ``own``, the trained student's.
+    """
     effects = []
     for normalizer in dict.fromkeys(r["normalizer"] for r in rows):
-        for arm in ("nothing", *ARMS):
-            mine = _by_seed(rows, normalizer, arm)
-            base = _by_seed(rows, normalizer, "nothing")
-            for group in ("other", "planted", "rare_hard", "random"):
-                changes = [
-                    mine[seed][f"{group}_after"] - base[seed][f"{group}_after"] for seed in base
-                ]
-                mean, low, high = mean_interval(changes)
-                effects.append(
-                    {
-                        "normalizer": normalizer,
-                        "arm": arm,
-                        "positions": group,
-                        "seeds": len(base),
-                        "frozen_share": float(np.mean([r["frozen_share"] for r in mine.values()])),
-                        "kl_before": float(np.mean([r[f"{group}_before"] for r in mine.values()])),
-                        "kl_after": float(np.mean([r[f"{group}_after"] for r in mine.values()])),
-                        "difference": mean,
-                        "low": low,
-                        "high": high,
-                    }
-                )
+        base = _by_seed(rows, normalizer, "nothing")
+        for arm, group, (text, column) in itertools.product(
+            ("nothing", *ARMS), GROUPS, (("fixed", "after"), ("own", "own"))
+        ):
+            mine, name = _by_seed(rows, normalizer, arm), f"{group}_{column}"
+            mean, low, high = mean_interval([mine[s][name] - base[s][name] for s in base])
+            effects.append(
+                {
+                    "normalizer": normalizer,
+                    "arm": arm,
+                    "positions": group,
+                    "text": text,
+                    "seeds": len(base),
+                    "frozen_share": float(np.mean([r["frozen_share"] for r in mine.values()])),
+                    "kl_before": float(np.mean([r[f"{group}_before"] for r in mine.values()])),
+                    "kl_end": float(np.mean([r[name] for r in mine.values()])),
+                    "difference": mean,
+                    "low": low,
+                    "high": high,
+                }
+            )
     return effects
 
 
@@ -506,13 +537,32 @@ def _lines(found: Sequence[Row], effects: Sequence[Row]) -> list[str]:
     ]
     for e in effects:
         if e["positions"] == "other" and e["arm"] != "nothing":
+            interval = (
+                f"95 % interval {e['low']:+.5f} to {e['high']:+.5f}"
+                if np.isfinite(e["low"])
+                else "one seed: no interval"
+            )
             lines.append(
                 f"freezing {e['arm']} types ({e['frozen_share']:.1%} of positions, normaliser "
-                f"{e['normalizer']}): held-out KL of the other positions {e['difference']:+.5f} "
-                f"nats [{e['low']:+.5f}, {e['high']:+.5f}] against freezing nothing "
-                f"({e['kl_before']:.4f} before, {e['kl_after'] - e['difference']:.4f} after)"
+                f"{e['normalizer']}), other positions of {e['text']} text: "
+                f"{e['difference']:+.5f} nats ({interval}) against freezing nothing "
+                f"({e['kl_end'] - e['difference']:.5f})"
             )
     return lines
+
+
+SHOWN = {
+    "condition": "condition",
+    "score": "score",
+    "precision_first": "precision, first",
+    "recall_first": "recall, first",
+    "precision_last": "precision, last",
+    "recall_last": "recall, last",
+    "recall_last_least": "worst seed",
+    "hard_last": "rare-hard",
+    "control_residual_worst": "control off by",
+}
+"""Columns of the summary that fit on a screen."""
 
 
 def draw(path: Path, recovery: Sequence[Row], effects: Sequence[Row]) -> Path:
@@ -542,7 +592,11 @@ def draw(path: Path, recovery: Sequence[Row], effects: Sequence[Row]) -> Path:
             title="Last selection (dots: seeds, bars: means)",
         )
         left.legend(loc="lower left")
-        others = [e for e in effects if e["positions"] == "other" and e["arm"] != "nothing"]
+        others = [
+            e
+            for e in effects
+            if (e["positions"], e["text"]) == ("other", "own") and e["arm"] != "nothing"
+        ]
         normalizers = list(dict.fromkeys(e["normalizer"] for e in others))
         for k, (normalizer, color) in enumerate(zip(normalizers, (BLUE, GREEN), strict=False)):
             mine = [e for e in others if e["normalizer"] == normalizer]
@@ -560,7 +614,7 @@ def draw(path: Path, recovery: Sequence[Row], effects: Sequence[Row]) -> Path:
         right.invert_yaxis()
         right.set(
             xlabel="difference to freezing nothing, nats (95 % over seeds)",
-            title="Held-out KL of the other positions",
+            title="KL of the other positions, held-out prompts",
         )
         right.legend()
     return path
