@@ -60,7 +60,8 @@ class CoordinatorActor:
         Args:
             inputs: what the driver has read already; None: read it here.
         """
-        from rock_opd.actors.groups import resolve_device, start_roles
+        from rock_opd.actors.groups import start_roles
+        from rock_opd.actors.placement import resolve_device
 
         inputs = inputs or load_inputs(recipe)
         for line in (*skipped_lines(inputs.prompts), *inputs.notices):
@@ -104,7 +105,7 @@ def grade_in_task(answers: list[str], golds: list[str], *, timeout_s: float) -> 
     """Grades in a process whose main thread is free: math-verify's time limits are alarms."""
     import ray
 
-    from rock_opd.actors.groups import gather
+    from rock_opd.actors.waiting import gather
     from rock_opd.evaluate import grade
 
     task = ray.remote(grade).options(num_cpus=0).remote(answers, golds)

@@ -11,7 +11,9 @@ from rock_opd.config import build_recipe
 from rock_opd.errors import DataError, PlacementError, RoleError, RoleTimeout
 
 ray = pytest.importorskip("ray")
-from rock_opd.actors.groups import Placement, _chunks, gather  # noqa: E402  (needs ray)
+from rock_opd.actors.groups import _chunks  # noqa: E402  (needs ray)
+from rock_opd.actors.placement import Placement  # noqa: E402
+from rock_opd.actors.waiting import gather  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
