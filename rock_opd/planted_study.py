@@ -20,7 +20,7 @@ import itertools
 import json
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,20 +83,26 @@ class Size:
     """How much is run."""
 
     seeds: int
-    conditions: tuple[str, ...] = tuple(CONDITIONS)
+    """Pairs per condition: seeds 0, 1, ..."""
+    conditions: Mapping[str, Condition] = field(default_factory=lambda: CONDITIONS)
+    """Of the recovery; the intervention takes the first one's pairs."""
     scores: tuple[str, ...] = SCORES
     recovery_steps: int = 100
+    """Where the condition does not say otherwise."""
     intervention_steps: int = 160
     normalizers: tuple[str, ...] = NORMALIZERS
 
-
-QUICK = {
-    "conditions": ("easy", "low floor"),
-    "scores": ("rock",),
-    "recovery_steps": 80,
-    "intervention_steps": 60,
-    "normalizers": ("kept",),
-}
+    @classmethod
+    def quick(cls, seeds: int) -> Size:
+        """A look at what the study does."""
+        return cls(
+            seeds=seeds,
+            conditions={name: CONDITIONS[name] for name in ("easy", "low floor")},
+            scores=("rock",),
+            recovery_steps=80,
+            intervention_steps=60,
+            normalizers=("kept",),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,21 +326,15 @@ def intervention_rows(
 # --- the study ------------------------------------------------------------------------------------
 
 
-def run_study(output: Path, *, seeds: int, quick: bool, say: Say, track: Track) -> Report:
-    """Both experiments, their tables and a figure, in ``output``.
-
-    Args:
-        seeds: pairs per condition, seeds 0, 1, ...
-        quick: fewer conditions, one score, shorter runs.
-    """
+def run_study(output: Path, *, size: Size, say: Say, track: Track) -> Report:
+    """Both experiments, their tables and a figure, in ``output``."""
     import torch
 
-    size = Size(seeds=seeds, **(QUICK if quick else {}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in one order: the same seed, the same numbers
     try:
         with quiet_transformers():
-            recovery, intervention = _run_all(output, size, say, track)
+            recovery, intervention = _Study(output, size, say, track).run()
     finally:
         torch.set_num_threads(threads)
     found, effects = summarize_recovery(recovery), summarize_intervention(intervention)
@@ -346,85 +346,93 @@ def run_study(output: Path, *, seeds: int, quick: bool, say: Say, track: Track) 
         draw(output / "planted.png", recovery, effects),
     ]
     return Report(
-        title=f"Recovery of planted rocks, {seeds} seeds",
-        facts={"seeds": seeds, "recovery": found, "intervention": effects},
+        title=f"Recovery of planted rocks, {size.seeds} seeds",
+        facts={"seeds": size.seeds, "recovery": found, "intervention": effects},
         lines=_lines(found, effects),
         table={title: [row[name] for row in found] for name, title in SHOWN.items()},
         files=files,
     )
 
 
-def _run_all(output: Path, size: Size, say: Say, track: Track) -> tuple[list[Row], list[Row]]:
-    per_seed = 1 + len(ARMS) * len(size.normalizers)
-    total = size.seeds * (len(size.conditions) * len(size.scores) + per_seed)
-    finished = 0
+class _Study:
+    """All runs of a study, each done once: what is in ``results/`` is not run again."""
 
-    def done() -> None:
-        nonlocal finished
-        finished += 1
-        track(finished, total)
+    def __init__(self, output: Path, size: Size, say: Say, track: Track) -> None:
+        self._output, self._size, self._say, self._track = output, size, say, track
+        self._arms = 1 + len(ARMS) * len(size.normalizers)
+        self._total = size.seeds * (len(size.conditions) * len(size.scores) + self._arms)
+        self._finished = 0
 
-    recovery, intervention = [], []
-    for seed in range(size.seeds):
-        for name in size.conditions:
-            condition = CONDITIONS[name]
-            for score in size.scores:
-                overrides = (  # a condition's own come last and win
-                    f"run.num_steps={size.recovery_steps}",
-                    f"policy.score={score}",
-                    *PROBE,
-                    *condition.overrides,
-                )
+    def run(self) -> tuple[list[Row], list[Row]]:
+        """Rows of the recovery and of the intervention, seed by seed."""
+        size, recovery, intervention = self._size, [], []
+        for seed in range(size.seeds):
+            for name, score in itertools.product(size.conditions, size.scores):
+                recovery.append(self._recover(name, score, seed))
+            intervention += self._intervene(seed)
+        return recovery, intervention
 
-                def recover(name=name, seed=seed, score=score, overrides=overrides) -> list[Row]:
-                    pair = ready_pair(output, CONDITIONS[name].setting, seed=seed)
-                    return [recovery_row(pair, run_pair(pair, f"recover-{score}", *overrides))]
-
-                [row] = _once(output, ("recovery", name, seed, score, overrides), recover)
-                recovery.append({"condition": name, "score": score, "seed": seed, **row})
-                say(_recovery_line(recovery[-1]))
-                done()
-
-        before = finished
-
-        def intervene(seed=seed) -> list[Row]:
-            return intervention_rows(
-                ready_pair(output, CONDITIONS["easy"].setting, seed=seed),
-                steps=size.intervention_steps,
-                normalizers=size.normalizers,
-                done=done,
-            )
-
-        rows = _once(
-            output,
-            ("intervention", "easy", seed, size.intervention_steps, size.normalizers),
-            intervene,
+    def _recover(self, name: str, score: str, seed: int) -> Row:
+        condition = self._size.conditions[name]
+        overrides = (  # the condition's own come last and win
+            f"run.num_steps={self._size.recovery_steps}",
+            f"policy.score={score}",
+            *PROBE,
+            *condition.overrides,
         )
-        finished = before + per_seed
-        track(finished, total)
-        intervention += [{"seed": seed, **row} for row in rows]
-        say(f"seed {seed}: intervention measured, {len(rows)} arms")
-    return recovery, intervention
+
+        def make() -> list[Row]:
+            pair = self._pair(condition.setting, seed)
+            return [recovery_row(pair, run_pair(pair, f"recover-{score}", *overrides))]
+
+        [found] = self._once(f"recovery-{name}-{score}-{seed}", (condition, overrides), make)
+        row = {"condition": name, "about": condition.about, "score": score, "seed": seed, **found}
+        self._say(
+            f"seed {seed}, {name}, {score}: precision {row['precision_first']:.2f} at first and "
+            f"{row['precision_last']:.2f} at last, recall {row['recall_first']:.2f} and "
+            f"{row['recall_last']:.2f}; {row['hard_last']} rare-hard types frozen at the end"
+        )
+        self._done()
+        return row
+
+    def _intervene(self, seed: int) -> list[Row]:
+        name, condition = next(iter(self._size.conditions.items()))
+        steps, normalizers = self._size.intervention_steps, self._size.normalizers
+        before = self._finished
+
+        def make() -> list[Row]:
+            pair = self._pair(condition.setting, seed)
+            return intervention_rows(pair, steps=steps, normalizers=normalizers, done=self._done)
+
+        rows = self._once(f"intervention-{name}-{seed}", (condition, steps, normalizers), make)
+        self._finished = before + self._arms - 1
+        self._done()
+        self._say(f"seed {seed}: intervention measured, {len(rows)} arms")
+        return [{"seed": seed, **row} for row in rows]
+
+    def _pair(self, setting: Setting, seed: int) -> Pair:
+        """Conditions of one setting share their pairs."""
+        name = next(n for n, c in self._size.conditions.items() if c.setting == setting)
+        folder = self._output / "pairs" / f"{_file_name(name)}-{seed}"
+        return Pair.load(folder, setting, seed=seed) or make_pair(folder, setting, seed=seed)
+
+    def _once(self, name: str, what: tuple[Any, ...], make: Callable[[], list[Row]]) -> list[Row]:
+        """The rows of one piece of work: from its file, or made and kept there."""
+        digest = hashlib.sha256(repr(what).encode()).hexdigest()[:10]
+        path = self._output / "results" / f"{_file_name(name)}-{digest}.json"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(to_json(make()), indent=1) + "\n")
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [{k: float("nan") if v is None else v for k, v in row.items()} for row in rows]
+
+    def _done(self) -> None:
+        self._finished += 1
+        self._track(self._finished, self._total)
 
 
-def ready_pair(output: Path, setting: Setting, *, seed: int) -> Pair:
-    """The pair of a condition's setting and seed, made where it is not there yet."""
-    name = next(name for name, c in CONDITIONS.items() if c.setting == setting)
-    folder = output / "pairs" / f"{name.replace(' ', '_')}-{seed}"
-    return Pair.load(folder, setting, seed=seed) or make_pair(folder, setting, seed=seed)
-
-
-def _once(output: Path, key: tuple[Any, ...], make: Callable[[], list[Row]]) -> list[Row]:
-    """The rows of one piece of work: from its file, or made and kept there."""
-    condition = CONDITIONS[key[1]]
-    digest = hashlib.sha256(repr((key, condition)).encode()).hexdigest()[:10]
-    name = f"{key[0]}-{key[1]}-{key[2]}-{digest}".replace(",", "").replace(" ", "_")
-    path = output / "results" / f"{name}.json"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(to_json(make()), indent=1) + "\n")
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    return [{k: float("nan") if v is None else v for k, v in row.items()} for row in rows]
+def _file_name(name: str) -> str:
+    return name.replace(",", "").replace(" ", "_")
 
 
 def _columns(rows: Sequence[Row]) -> Columns:
@@ -458,6 +466,7 @@ def summarize_recovery(rows: Sequence[Row]) -> list[Row]:
         found.append(
             {
                 "condition": condition,
+                "about": mine[0]["about"],
                 "score": score,
                 "seeds": len(mine),
                 "precision_first": mean("precision_first"),
@@ -518,18 +527,9 @@ def _by_seed(rows: Sequence[Row], normalizer: str, arm: str) -> dict[int, Row]:
     return {r["seed"]: r for r in rows if (r["normalizer"], r["arm"]) == (normalizer, arm)}
 
 
-def _recovery_line(row: Row) -> str:
-    return (
-        f"seed {row['seed']}, {row['condition']}, {row['score']}: precision "
-        f"{row['precision_first']:.2f} at first and {row['precision_last']:.2f} at last, recall "
-        f"{row['recall_first']:.2f} and {row['recall_last']:.2f}; {row['hard_last']} rare-hard "
-        "types frozen at the end"
-    )
-
-
 def _lines(found: Sequence[Row], effects: Sequence[Row]) -> list[str]:
     lines = [
-        f"{r['condition']} ({CONDITIONS[r['condition']].about}), score {r['score']}: recall "
+        f"{r['condition']} ({r['about']}), score {r['score']}: recall "
         f"{r['recall_first']:.2f} at the first selection, {r['recall_last']:.2f} at the last; "
         f"{r['hard_last']:.1f} of the rare-hard types frozen; KL of the planted types ends at "
         f"{r['planted_kl_after']:.3f} nats, floor {r['floor']:.3f}"
@@ -611,10 +611,10 @@ def draw(path: Path, recovery: Sequence[Row], effects: Sequence[Row]) -> Path:
             )
         right.axvline(0, color="black", linewidth=0.9, linestyle=":")
         right.set_yticks(range(len(ARMS)), [f"{arm.replace('_', '-')} frozen" for arm in ARMS])
-        right.invert_yaxis()
+        right.set_ylim(len(ARMS) - 0.6, -0.9)  # first arm on top, room for the legend
         right.set(
             xlabel="difference to freezing nothing, nats (95 % over seeds)",
             title="KL of the other positions, held-out prompts",
         )
-        right.legend()
+        right.legend(loc="upper right")
     return path
