@@ -358,10 +358,12 @@ def study(
 def planted(output: Path, seeds: int, quick: bool, as_json: bool) -> None:
     """Where the truth is known: does selection find what cannot be learned, and what does freezing
     do to the rest? Makes tiny pairs and trains them in this process, on one core."""
+    from rock_opd.planted_study import Size
     from rock_opd.planted_study import run_study as run
 
+    size = Size.quick(seeds) if quick else Size(seeds=seeds)
     with _watch("planted") as (say, track):
-        report = run(output, seeds=seeds, quick=quick, say=say, track=track)
+        report = run(output, size=size, say=say, track=track)
     _finish(report, as_json)
 
 
