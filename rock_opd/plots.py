@@ -244,6 +244,8 @@ def cutoff_figure(
         sizes: prompts in the sub-samples.
         jaccard, jaccard_low, jaccard_high: float [len(sizes), len(cuts)].
     """
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
     with figure(path, panels=2) as (left, right):
         left.plot(np.arange(1, len(coverage) + 1), coverage, color=RED)
         left.axhline(coverage_target, color=BLACK, linestyle=":", linewidth=1)
@@ -272,6 +274,9 @@ def cutoff_figure(
         )
         for axes in (left, right):
             axes.axvline(recommended, color=ORANGE, linewidth=1.2, zorder=0)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.xaxis.set_minor_locator(NullLocator())
         left.plot([], [], color=ORANGE, linewidth=1.2, label=f"recommended K = {recommended}")
         left.plot([], [], color=BLACK, linestyle=":", linewidth=1, label="target")
         left.legend(loc="lower right")
