@@ -1,7 +1,7 @@
 """A planted truth: tiny teacher/student pairs in which it is known which token types cannot be
 learned.
 
-A synthetic language of a hundred words. Most tokens follow from the last one. After a marker
+A synthetic language of some seventy words. Most tokens follow from the last one. After a marker
 ``ask<g>`` comes one of a group's *planted* types, chosen by a secret that stands in the teacher's
 prompt only: the student cannot know it, so its divergence there has a floor that no training
 removes, and the floor is known (``divergence_floor``). After the marker ``calc`` comes one of the
@@ -395,11 +395,12 @@ class Pair:
             },
             "eval": {"heldout_prompts": str(folder / "heldout.jsonl"), "num_heldout": 128},
             "checkpoint": {"every": 0},
+            "placement": {"rollout_cpus": 0, "teacher_cpus": 0},
         }
 
 
 def make_pair(folder: Path, setting: Setting, *, seed: int) -> Pair:
-    """Makes both models, the prompts and the truth in ``folder``, in ten to thirty seconds.
+    """Makes both models, the prompts and the truth in ``folder``, in about ten seconds of one core.
 
     Every word opens a prompt once with every combination of secrets, so that not even the prompt
     file tells a student more of the secrets than that they are uniform. Every fifth word opens
