@@ -13,15 +13,10 @@ import torch
 
 from rock_opd.config import RolloutConfig, TeacherConfig
 from rock_opd.core.objective import reverse_kl, teacher_logits, topk_tail_divergence
+from rock_opd.engines.parking import ParkBuffer, Prefill, Rows
+from rock_opd.engines.prompt_logprobs import FlatTable, read_prompt_logprobs
 from rock_opd.engines.teacher_head import load_head
-from rock_opd.engines.vllm_teacher import (
-    FlatTable,
-    ParkBuffer,
-    Prefill,
-    Rows,
-    read_prompt_logprobs,
-    unpark,
-)
+from rock_opd.engines.vllm_teacher import unpark
 from rock_opd.errors import ConfigError, DataError
 from rock_opd.types import Prompt, Rollout, RowRequest, SampleRequest
 
