@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rock_opd.errors import ModelError
+from rock_opd.weight_files import check_weights, head_dtype, num_params, weight_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken")
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-MAX_HEADER_BYTES = 100 << 20
+HUB_TIMEOUT_S = 5.0
+"""What the hub may take to answer at all; it is asked once for each name."""
+MADE_BY = "the demo models are made by 'rock-opd prepare-demo'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class ModelFacts:
     """0 for a dense model."""
     quantized: bool
     """The weights are stored in a quantised format, which cannot be trained."""
+    head_dtype: str | None
+    """What the head is stored as, in the words of safetensors (F32, BF16, I8); None: not known."""
     scaled_head: str | None
     """The setting that makes logits something else than head @ hidden, if there is one."""
 
@@ -64,23 +69,52 @@ def model_folder(model: str) -> Path:
     """
     path = Path(model)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"model {model}: the folder has no config.json")
-        return path
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelError(
-            f"model {model}: no such folder; the demo models are made by 'rock-opd prepare-demo'"
-        )
+        if (path / "config.json").is_file():
+            return path
+        hint = ""
+        if (path / "adapter_config.json").is_file():
+            hint = "; it is an adapter: merge it into its base model and save that"
+        elif next(path.glob("*.gguf"), None) is not None:
+            hint = "; it holds GGUF: convert it to a transformers folder first"
+        raise ModelError(f"model {model}: the folder has no config.json{hint}")
+    if path.exists():
+        raise ModelError(f"model {model}: expected a folder, got a file; {MADE_BY}")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(f"model {model}: no such folder; {MADE_BY}")
+    found = _hub_snapshot(model)
+    if isinstance(found, Path):
+        return found
+    raise ModelError(f"model {model}: no such folder here, and {found}; {MADE_BY}")
+
+
+@lru_cache(maxsize=64)
+def _hub_snapshot(model: str) -> Path | str:
+    """The hub's small files of a model, or why there are none; asked once in a process."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=SMALL_FILES))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise ModelError(
-            f"model {model}: no such folder here, and the hub gave nothing ({_first_line(error)}); "
-            "the demo models are made by 'rock-opd prepare-demo'"
-        ) from None
+        return Path(
+            snapshot_download(model, allow_patterns=SMALL_FILES, etag_timeout=HUB_TIMEOUT_S)
+        )
+    except HFValidationError:
+        return "it is no name that the hub could have"
+    except GatedRepoError:
+        return "the hub gives it to those only who accepted its terms and are logged in (HF_TOKEN)"
+    except RepositoryNotFoundError:
+        return "the hub has no such model, or none that this login may see (HF_TOKEN)"
+    except LocalEntryNotFoundError:
+        if is_offline_mode():
+            return "the hub was not asked (HF_HUB_OFFLINE is set, and the cache lacks it)"
+        return "the hub cannot be reached from here, and the cache lacks it"
+    except Exception as error:  # of the network, of proxies, of the disk
+        return f"the hub gave nothing ({_first_line(error)})"
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -92,16 +126,18 @@ def load_config(model: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     folder = model_folder(model)
+    raw = _read_json(folder / "config.json", model)
+    if "auto_map" in raw and not _is_known(raw.get("model_type")):
+        raise ModelError(
+            f"model {model}: config.json cannot be used: it needs Python code that comes with the "
+            "model, which is never run here"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        text = str(error)
-        why = (
-            "it needs Python code that comes with the model, which is never run here"
-            if "trust_remote_code" in text or "custom code" in text
-            else _first_line(error)
-        )
-        raise ModelError(f"model {model}: config.json cannot be used: {why}") from None
+    except Exception as error:  # each architecture checks its fields in its own way
+        raise ModelError(
+            f"model {model}: config.json cannot be used: {_first_line(error)}"
+        ) from None
     named = config.architectures or []
     if config.is_encoder_decoder or (named and not any(n.endswith(LANGUAGE_MODELS) for n in named)):
         raise ModelError(
@@ -109,6 +145,12 @@ def load_config(model: str) -> PreTrainedConfig:
             f"(model_type '{config.model_type}')"
         )
     return config.get_text_config()
+
+
+def _is_known(model_type: object) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -195,55 +237,73 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
     tokenizer's EOS, sorted.
 
     Raises:
-        ModelError: none is named anywhere, so that no response could ever end.
+        ModelError: none is named anywhere, so that no response could ever end; or one that the
+            tokenizer does not have.
     """
     folder = model_folder(model)
-    stops: set[int] = set()
     generation = folder / "generation_config.json"
     named = _read_json(generation, model).get("eos_token_id") if generation.is_file() else None
     if named is None:
         named = load_config(model).eos_token_id
-    if named is not None:
-        stops.update(named if isinstance(named, list | tuple) else [named])
-    eos = load_tokenizer(model).eos_token_id
-    if eos is not None:
-        stops.add(eos)
+    stops = [] if named is None else list(named) if isinstance(named, list | tuple) else [named]
+    tokenizer = load_tokenizer(model)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
+        stops.append(tokenizer.eos_token_id)
     if not stops:
         raise ModelError(
             f"model {model}: generation_config.json, config.json and the tokenizer name no EOS, so "
             "no response could end; set eos_token_id in generation_config.json"
         )
-    return tuple(sorted(int(stop) for stop in stops))
+    num = vocabulary_width(tokenizer)
+    for stop in stops:
+        if type(stop) is not int or not 0 <= stop < num:
+            raise ModelError(
+                f"model {model}: eos_token_id {stop!r} is none of the tokenizer's {num} ids; mend "
+                "it in generation_config.json (or config.json)"
+            )
+    return tuple(sorted(set(stops)))
 
 
 def model_facts(model: str) -> ModelFacts:
     """The model's numbers, from its config and the headers of its weight files.
 
     Raises:
-        ModelError: what ``load_config`` raises; weight files missing or cut short.
+        ModelError: what ``load_config``, ``weight_headers`` and ``check_weights`` raise; a config
+            that lacks a number.
     """
-    config = load_config(model)
-    folder = model_folder(model)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    config, folder = load_config(model), model_folder(model)
     tied = bool(config.tie_word_embeddings)
-    return ModelFacts(
-        model=model,
-        architecture=(config.architectures or [config.model_type])[0],
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        max_positions=config.max_position_embeddings,
-        tied=tied,
-        num_params=_count_params(folder, model, config, tied=tied),
-        num_experts=getattr(config, "num_experts", None)
-        or getattr(config, "num_local_experts", None)
-        or 0,
-        quantized=getattr(config, "quantization_config", None) is not None,
-        scaled_head=_scaled_head(config),
-    )
+    head, count = None, None
+    if Path(model).is_dir():
+        headers = weight_headers(folder, model)
+        composite = "text_config" in _read_json(folder / "config.json", model)
+        check_weights(headers, config, model=model, composite=composite)
+        head, count = head_dtype(headers, tied=tied), num_params(headers, tied=tied)
+    try:
+        heads = config.num_attention_heads
+        return ModelFacts(
+            model=model,
+            architecture=(config.architectures or [config.model_type])[0],
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            max_positions=config.max_position_embeddings,
+            tied=tied,
+            num_params=_count_params_on_meta(config) if count is None else count,
+            num_experts=getattr(config, "num_experts", None)
+            or getattr(config, "num_local_experts", None)
+            or 0,
+            quantized=getattr(config, "quantization_config", None) is not None,
+            head_dtype=head,
+            scaled_head=_scaled_head(config),
+        )
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"model {model}: config.json ({config.model_type}) lacks a number that memory and "
+            f"limits follow from: {_first_line(error)}"
+        ) from None
 
 
 def _scaled_head(config: PreTrainedConfig) -> str | None:
@@ -259,30 +319,6 @@ def _scaled_head(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _count_params(folder: Path, model: str, config: PreTrainedConfig, *, tied: bool) -> int:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(_read_json(index, model)["weight_map"].values()))
-    else:
-        files = sorted(file.name for file in folder.glob("*.safetensors"))
-    is_hub_id = not Path(model).is_dir()
-    if is_hub_id or not files:
-        if not is_hub_id and not any(folder.glob("pytorch_model*.bin")):
-            raise ModelError(f"model {model}: the folder holds no weights (*.safetensors)")
-        return _count_params_on_meta(config)
-    total = 0
-    for file in files:
-        shapes = _safetensors_shapes(folder / file, model)
-        for name, shape in shapes.items():
-            if tied and name == "lm_head.weight":
-                continue
-            count = 1
-            for size in shape:
-                count *= size
-            total += count
-    return total
-
-
 def _count_params_on_meta(config: PreTrainedConfig) -> int:
     import torch
     from transformers import AutoModelForCausalLM
@@ -293,37 +329,10 @@ def _count_params_on_meta(config: PreTrainedConfig) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def _safetensors_shapes(path: Path, model: str) -> dict[str, list[int]]:
-    """Name and shape of every tensor, from the file's header.
-
-    Format: 8 bytes little-endian length, then JSON, then the data
-    (https://github.com/huggingface/safetensors#format).
-    """
-    if not path.is_file():
-        raise ModelError(f"model {model}: weight file {path.name} is missing")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < length <= min(size, MAX_HEADER_BYTES):
-            raise ModelError(f"model {model}: {path.name} is not a safetensors file")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError:
-            raise ModelError(f"model {model}: the header of {path.name} is damaged") from None
-    header.pop("__metadata__", None)
-    whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != whole:
-        raise ModelError(
-            f"model {model}: {path.name} has {size} bytes, its header names {whole}; fetch it again"
-        )
-    return {name: entry["shape"] for name, entry in header.items()}
-
-
 def _read_json(path: Path, model: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"model {model}: {path.name} is unreadable: {_first_line(error)}"
         ) from None

@@ -14,6 +14,7 @@ import torch
 
 from rock_opd.engines.tensor_files import PLAIN_DTYPES, names_ending, open_tensor, tensor_files
 from rock_opd.errors import ModelError
+from rock_opd.models import load_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,9 +47,7 @@ def load_head(model: str, *, dtype: str) -> torch.Tensor:
         ModelError: no safetensors or no such tensor in them, a quantised head, or an architecture
             whose logits are not ``hidden @ head.T`` (scaled, soft-capped, with a bias).
     """
-    from rock_opd.engines.vllm_quirks import text_config
-
-    config = text_config(model)
+    config = load_config(model)
     _refuse_other_logits(model, config)
     files = tensor_files(model)
     biases = names_ending(files, "lm_head.bias")

@@ -10,9 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rock_opd.errors import ConfigError, ModelError
+from rock_opd.models import load_config
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm import LLM
 
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -56,23 +56,6 @@ def prepare_environment(device: str, threads: int) -> None:
         torch.set_num_threads(threads)  # OMP_NUM_THREADS comes too late once torch is loaded
 
 
-def text_config(model: str) -> PretrainedConfig:
-    """The model's configuration (of its language part).
-
-    Raises:
-        ModelError: no such folder or hub id, or no readable ``config.json``.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model {model}: no readable config.json: {str(error).splitlines()[0]}; "
-            "expected a folder saved by transformers or a hub id"
-        ) from None
-
-
 def start_llm(
     model: str,
     *,
@@ -100,7 +83,7 @@ def start_llm(
         ConfigError: a length, a parallelism or a device that this model or this vLLM cannot do.
         ModelError: the model has fewer ids than the tokenizer.
     """
-    config = text_config(model)
+    config = load_config(model)
     if config.vocab_size < num_real_ids:
         raise ModelError(
             f"{role} model {model}: {config.vocab_size} vocabulary rows for {num_real_ids} token "

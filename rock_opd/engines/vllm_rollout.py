@@ -12,7 +12,7 @@ import numpy as np
 
 from rock_opd.config import RolloutConfig
 from rock_opd.engines.vllm_quirks import prepare_environment as prepare_environment
-from rock_opd.engines.vllm_quirks import start_llm, text_config
+from rock_opd.engines.vllm_quirks import start_llm
 from rock_opd.engines.weight_sync import (
     Bucket,
     Checksums,
@@ -21,6 +21,7 @@ from rock_opd.engines.weight_sync import (
     to_wire,
 )
 from rock_opd.errors import ConfigError, DataError, ModelError, RoleError, SyncError
+from rock_opd.models import load_config
 from rock_opd.types import Rollout, SampleRequest
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class RolloutEngine:
             raise ModelError(f"stop tokens {beyond} are none of the {num_real_ids} ids of {model}")
         more: dict[str, Any] = {"logprobs_mode": "raw_logprobs", "generation_config": "vllm"}
         processors = []
-        if text_config(model).vocab_size > num_real_ids:
+        if load_config(model).vocab_size > num_real_ids:
             processors.append("rock_opd.engines.vllm_worker:RealIdsOnly")
             more["additional_config"] = {"rock_opd_num_real_ids": num_real_ids}
         if can_ban:

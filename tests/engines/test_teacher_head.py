@@ -123,5 +123,5 @@ def test_a_bias_a_quantised_head_and_a_missing_head_are_refused(copy):
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"nowhere: no readable config.json"):
+    with pytest.raises(ModelError, match=r"nowhere: no such folder"):
         load_head(str(tmp_path / "nowhere"), dtype="float32")

@@ -415,5 +415,5 @@ def test_what_a_model_cannot_do_is_said_before_vllm_starts(
         start(num_real_ids=2000)
     with pytest.raises(ModelError, match=r"stop tokens \[1024\] are none of the 1024 ids"):
         start(stop_token_ids=(2, 1024))
-    with pytest.raises(ModelError, match=r"nowhere: no readable config.json"):
+    with pytest.raises(ModelError, match=r"nowhere: no such folder"):
         start("nowhere")
