@@ -13,11 +13,13 @@ import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rock_opd.errors import ConfigError
+from rock_opd.redact import SECRET_NAME, redact
 
 # OmegaConf 2.3 knows no Literal types, so choices are plain strings checked in __post_init__.
 DTYPES = ("auto", "float32", "bfloat16")
@@ -29,7 +31,7 @@ SCORES = ("rock", "rock_ctx", "rock_lcb", "mean", "lcb", "eb_mean", "eb_lcb")
 ENCODERS = ("embedding", "ngram")
 PROBE_LOSSES = ("kl", "logratio")
 PAYLOADS = ("sampled", "topk_tail", "hidden")
-TEACHER_ENGINES = ("hidden", "prompt_logprobs")
+TEACHER_ENGINES = ("hidden", "prompt_logprobs", "http")
 COLOCATE = ("all", "teacher_rollout", "none")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DEVICES = ("auto", "cpu", "cuda")
@@ -67,6 +69,29 @@ def _threshold(key: str, value: str) -> None:
         _within(key, number, 0.0, 1.0)
     elif not math.isfinite(number):
         raise ConfigError(f"{key} must be finite, got '{text}'")
+
+
+def _names_a_secret(name: str) -> bool:
+    """Whether it looks like the name of a variable, and not like a key."""
+    return bool(re.fullmatch(r"[A-Z][A-Z0-9_]{2,63}", name) and SECRET_NAME.search(name))
+
+
+def _server_url(url: str) -> None:
+    """Checks an address that may stand in a recipe, so: one without a login."""
+    try:
+        parts = urlsplit(url)
+        login, host, _ = parts.username or parts.password, parts.hostname, parts.port
+    except ValueError:
+        login, parts, host = None, urlsplit(""), None
+    if login or parts.query or parts.fragment:
+        raise ConfigError(
+            f"teacher.urls: {redact(url).partition('?')[0]} holds a login, a query or a fragment; "
+            "a key belongs into the environment variable that teacher.api_key_env names"
+        )
+    if parts.scheme not in ("http", "https") or not host or not parts.path.isprintable():
+        raise ConfigError(
+            f"teacher.urls: '{redact(url)}' is no address such as http://host:8000 or https://host"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,14 +290,28 @@ class TeacherConfig:
     """The model that scores, served by vLLM."""
 
     model: str = "???"
-    """Folder or hub id."""
+    """Folder or hub id; with engine http only its config and tokenizer are read."""
     num_replicas: int = 1
-    """Teacher actors."""
+    """Teacher actors; with engine http: processes that ask the servers."""
     tensor_parallel: int = 1
     """GPUs per teacher actor."""
     engine: str = "hidden"
-    """hidden: last hidden states, exact full-vocabulary divergence; prompt_logprobs: what a vLLM
-    server gives."""
+    """hidden: last hidden states, exact full-vocabulary divergence; prompt_logprobs: vLLM's own
+    log-probabilities; http: the same from the servers at ``urls``."""
+    urls: tuple[str, ...] = ()
+    """engine http: OpenAI-compatible vLLM servers that serve the teacher, one or several replicas
+    (http://host:8000)."""
+    served_name: str | None = None
+    """engine http: the model's name on the servers; None: the only one they serve."""
+    api_key_env: str | None = None
+    """engine http: NAME of the environment variable that holds the servers' key, such as
+    TEACHER_API_KEY; never the key itself."""
+    request_timeout_s: float = 600.0
+    """engine http: time limit of one request."""
+    retry_for_s: float = 300.0
+    """engine http: how long a request that failed in a way that may pass is tried again."""
+    max_concurrency: int = 16
+    """engine http: requests in flight at one server."""
     payload: str = "hidden"
     """What travels for a kept row: sampled, topk_tail or hidden."""
     top_k: int = 64
@@ -312,11 +351,45 @@ class TeacherConfig:
         _within(
             "teacher.gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )
-        if self.engine == "prompt_logprobs" and self.payload == "hidden":
+        if self.engine != "hidden" and self.payload == "hidden":
             raise ConfigError(
-                "teacher.payload 'hidden' needs teacher.engine 'hidden', got 'prompt_logprobs'; "
+                f"teacher.payload 'hidden' needs teacher.engine 'hidden', got '{self.engine}'; "
                 "use payload topk_tail or sampled"
             )
+        self._check_servers()
+
+    def _check_servers(self) -> None:
+        object.__setattr__(self, "urls", tuple(self.urls))  # OmegaConf gives a list
+        if self.remote != bool(self.urls):
+            raise ConfigError(
+                "teacher.urls goes with teacher.engine=http and only with it, got engine "
+                f"'{self.engine}' and {len(self.urls)} urls"
+            )
+        for url in self.urls:
+            _server_url(url)
+        if len(set(self.urls)) != len(self.urls):
+            raise ConfigError("teacher.urls names a server twice")
+        if self.api_key_env is not None and not _names_a_secret(self.api_key_env):
+            # Not shown: it may be the key.
+            raise ConfigError(
+                "teacher.api_key_env is the NAME of an environment variable, in capitals and "
+                "ending in KEY, TOKEN, SECRET or PASSWORD (such as TEACHER_API_KEY), so that its "
+                "value is kept out of logs; got something else"
+            )
+        _at_least("teacher.request_timeout_s", self.request_timeout_s, 0.1)
+        _at_least("teacher.retry_for_s", self.retry_for_s, 0)
+        _at_least("teacher.max_concurrency", self.max_concurrency, 1)
+        if self.remote and self.max_concurrency < self.num_replicas:
+            raise ConfigError(
+                f"teacher.num_replicas={self.num_replicas} processes share "
+                f"teacher.max_concurrency={self.max_concurrency} requests at one server; each "
+                "needs one at least"
+            )
+
+    @property
+    def remote(self) -> bool:
+        """Whether the teacher runs elsewhere: it then takes no GPU of this cluster."""
+        return self.engine == "http"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -549,6 +622,11 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         _at_least("log.registry_every", self.registry_every, 1)
+        if self.mlflow_uri is not None and redact(self.mlflow_uri) != self.mlflow_uri:
+            raise ConfigError(
+                "log.mlflow_uri holds a login, which would stand in the run's folder; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -702,6 +780,27 @@ def _first_problem(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}"
 
 
+def _refuse_resolvers(node: Any, where: str) -> None:
+    """Lets a value refer to another key (``${run.name}``) and to nothing else: ``${oc.env:TOKEN}``
+    would copy a secret into the run's folder."""
+    if isinstance(node, dict):
+        for value in node.values():
+            _refuse_resolvers(value, where)
+    elif isinstance(node, list):
+        for value in node:
+            _refuse_resolvers(value, where)
+    elif isinstance(node, str):
+        rest = node
+        while (shorter := re.sub(r"\$\{[\w.\[\]-]*\}", "", rest)) != rest:
+            rest = shorter
+        if "${" in rest:
+            raise ConfigError(
+                f"{where}: '{redact(node)}': a value may refer to another key, as in "
+                "${run.name}, and to nothing else (environment variables would be copied into "
+                "the run's folder)"
+            )
+
+
 NEEDED = ("data.prompts", "teacher.model", "student.model")
 """What has no default, and a run cannot do without."""
 
@@ -727,6 +826,7 @@ def build_recipe(
     try:
         layers = [OmegaConf.create(tree), _dotlist(overrides)]
         for layer in layers:
+            _refuse_resolvers(OmegaConf.to_container(layer, resolve=False), where)
             for key in layer:
                 if isinstance(schema.get(str(key)), DictConfig) and not OmegaConf.is_dict(
                     layer._get_node(key)
