@@ -837,9 +837,10 @@ def build_recipe(
             merged.student.model = str(Path(merged.student.from_run) / "model")
         for name in NEEDED:
             section, key = name.split(".")
-            if OmegaConf.is_missing(merged[section], key) and name not in needed:
+            missing = OmegaConf.is_missing(merged[section], key)
+            if missing and name not in needed:
                 merged[section][key] = ""
-            elif OmegaConf.is_missing(merged[section], key):
+            elif name in needed and (missing or merged[section][key] == ""):
                 hint = " (or student.from_run)" if section == "student" else ""
                 raise ConfigError(f"{where}: {section}.{key} is missing{hint}")
         recipe = OmegaConf.to_object(merged)
@@ -875,7 +876,8 @@ def load_recipe(
         return build_recipe({}, overrides or [], needed=needed)
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"recipe {path}: no such file")
+        got = "expected a YAML file, got a folder" if path.is_dir() else "no such file"
+        raise ConfigError(f"recipe {path}: {got}")
     try:
         tree = OmegaConf.load(path)
     except Exception as error:  # yaml and OmegaConf raise a dozen kinds; all mean: not a recipe

@@ -1,8 +1,8 @@
-"""Prompt files in, records out: read, checked, rendered, tokenised, put in order.
+"""Sets of prompts: loaded, put in order, held out; given responses, and answers written down.
 
-A row that cannot be used is skipped and counted by reason, or ends the load, as the recipe says.
-The order of prompts is a function of (seed, step), so that a resumed run needs no other memory.
-No text is ever tokenised twice: given responses come as ids where the file has ids.
+A row that cannot be used is skipped and counted by reason, or ends the load, as the recipe says
+(what a row must be is in ``prompt_rows``). The order of prompts is a function of (seed, step), so
+that a resumed run needs no other memory.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rock_opd.config import DataConfig, EvalConfig
 from rock_opd.errors import DataError
-from rock_opd.models import tokenizer_fingerprint, vocabulary_width
+from rock_opd.models import tokenizer_fingerprint
+from rock_opd.prompt_rows import BadRow, Messages, RowReader, file_rows
 from rock_opd.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, Any]]
-ROLES = ("system", "user", "assistant", "tool")
 NUM_OFFENDERS = 5
 
 
@@ -79,14 +78,6 @@ def _epoch_order(num: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num)
 
 
-class _BadRow(Exception):
-    """A row that cannot be used: the reason it is counted under, and what exactly is wrong."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -121,7 +112,7 @@ def load_prompts(
             when ``cfg.on_bad_row`` is ``fail``, or no usable row at all.
     """
     path = Path(cfg.prompts)
-    reader = _RowReader(
+    reader = RowReader(
         tokenizer=tokenizer,
         max_prompt_tokens=max_prompt_tokens,
         max_teacher_prompt_tokens=max_prompt_tokens + teacher_prefix_tokens,
@@ -136,22 +127,19 @@ def load_prompts(
     offenders: list[str] = []
     stop = cfg.skip + cfg.limit if cfg.limit else None
     num_rows = 0
-    for index, row in enumerate(_rows(path)):
+    for index, row in enumerate(file_rows(path)):
         if index < cfg.skip:
             continue
         if stop is not None and index >= stop:
             break
         num_rows += 1
         try:
-            if isinstance(row, _BadRow):
+            if isinstance(row, BadRow):
                 raise row
-            try:
-                prompt, source = reader.read(row, index)
-            except (TypeError, ValueError, RecursionError) as error:  # such as a lone surrogate
-                raise _BadRow("unreadable text", _line(error)) from None
+            prompt, source = reader.read(row, index)
             if prompt.prompt_id in messages:
-                raise _BadRow("duplicate id", f"id '{prompt.prompt_id}' came before")
-        except _BadRow as bad:
+                raise BadRow("duplicate id", f"id '{prompt.prompt_id}' came before")
+        except BadRow as bad:
             where = f"{path}, row {index + 1}: {bad.reason}: {bad.detail}"
             if cfg.on_bad_row == "fail":
                 raise DataError(f"{where} (data.on_bad_row=skip leaves such rows out)") from None
@@ -239,257 +227,6 @@ def _fingerprint(prompts: Iterable[Prompt]) -> str:
         for ids in (prompt.token_ids, prompt.teacher_prefix_ids, prompt.response_ids):
             digest.update(b"\0" if ids is None else np.asarray(ids, "<i4").tobytes() + b"\1")
     return digest.hexdigest()[:16]
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any] | _BadRow]:
-    """The file's rows; a line that is no JSON object comes as the ``_BadRow`` it is."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such prompt file")
-    if path.suffix in (".jsonl", ".json"):
-        yield from _jsonl_rows(path)
-    elif path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    else:
-        raise DataError(f"{path}: expected a .jsonl or .parquet file, got '{path.suffix}'")
-
-
-def _jsonl_rows(path: Path) -> Iterator[dict[str, Any] | _BadRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            if number == 0:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                yield _BadRow("bad encoding", f"not UTF-8 at byte {error.start}")
-            except ValueError as error:
-                yield _BadRow("bad JSON", str(error))
-            else:
-                if isinstance(row, dict):
-                    yield row
-                else:
-                    yield _BadRow("wrong type", f"expected an object, got {_type(row)}")
-
-
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: unreadable as parquet: {str(error).splitlines()[0]}") from None
-
-
-# --- one row --------------------------------------------------------------------------------------
-
-
-class _RowReader:
-    """Turns a row into a ``Prompt``, or raises the ``_BadRow`` it is."""
-
-    def __init__(
-        self,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        max_prompt_tokens: int,
-        max_teacher_prompt_tokens: int,
-        max_response_tokens: int,
-        enable_thinking: bool | None,
-        need_answer: bool,
-        need_response: bool,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._fingerprint = tokenizer_fingerprint(tokenizer)
-        self._num_ids = vocabulary_width(tokenizer)
-        self._max_prompt = max_prompt_tokens
-        self._max_teacher_prompt = max_teacher_prompt_tokens
-        self._max_response = max_response_tokens
-        self._enable_thinking = enable_thinking
-        self._need_answer = need_answer
-        self._need_response = need_response
-
-    def read(self, row: dict[str, Any], index: int) -> tuple[Prompt, Messages | str]:
-        source = self._source(row)
-        token_ids = self._render(source, "prompt", self._max_prompt)
-        prefix_ids = None
-        if row.get("teacher_messages") is not None:
-            teacher_messages = _messages(row["teacher_messages"], "teacher_messages")
-            prefix_ids = self._render(
-                teacher_messages, "teacher_messages", self._max_teacher_prompt
-            )
-        answer = _answer(row)
-        if self._need_answer and not answer:
-            raise _BadRow("no answer", "neither 'answer' nor 'reward_model.ground_truth'")
-        prompt = Prompt(
-            prompt_id=_row_id(row, index),
-            token_ids=token_ids,
-            teacher_prefix_ids=prefix_ids,
-            answer=answer,
-            response_ids=self._response(row) if self._need_response else None,
-            data_source=_text(row, "data_source") or "",
-        )
-        return prompt, source
-
-    def _source(self, row: dict[str, Any]) -> Messages | str:
-        if row.get("messages") is not None:
-            return _messages(row["messages"], "messages")
-        prompt = row.get("prompt")
-        if prompt is None:
-            raise _BadRow("no prompt", "neither 'messages' nor 'prompt'")
-        if not isinstance(prompt, str):
-            return _messages(prompt, "prompt")
-        if not prompt.strip():
-            raise _BadRow("empty prompt", "'prompt' is empty")
-        if self._tokenizer.chat_template is None:
-            return prompt
-        return [{"role": "user", "content": prompt}]
-
-    def _render(self, source: Messages | str, what: str, limit: int) -> np.ndarray:
-        if isinstance(source, str):
-            ids = self._tokenizer(source)["input_ids"]
-        else:
-            ids = self._tokenizer(self._template(source), add_special_tokens=False, verbose=False)[
-                "input_ids"
-            ]
-        if not ids:
-            raise _BadRow("empty prompt", f"'{what}' renders to no token")
-        if len(ids) > limit:
-            raise _BadRow(
-                "prompt too long", f"'{what}' has {len(ids)} tokens, the limit is {limit}"
-            )
-        return np.asarray(ids, np.int32)
-
-    def _template(self, messages: Messages) -> str:
-        try:
-            return render_chat(self._tokenizer, messages, enable_thinking=self._enable_thinking)
-        except Exception as error:  # templates are programs and raise what they like
-            raise _BadRow("template refused", _line(error)) from None
-
-    def _response(self, row: dict[str, Any]) -> np.ndarray:
-        ids, text = row.get("response_ids"), row.get("response")
-        if ids is not None:
-            made_by = row.get("tokenizer")
-            if made_by is not None and made_by != self._fingerprint:
-                raise DataError(
-                    f"response_ids were written with tokenizer {made_by}, the student's is "
-                    f"{self._fingerprint}: ids of another tokenizer; generate the answers again, "
-                    "or remove 'response_ids' to train on the text"
-                )
-            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-                raise _BadRow("wrong type", "'response_ids' is not a list of integers")
-            beyond = [i for i in ids if not 0 <= i < self._num_ids]
-            if beyond:
-                raise _BadRow(
-                    "id beyond vocabulary",
-                    f"response id {beyond[0]}, ids end at {self._num_ids - 1}",
-                )
-        elif text is not None:
-            if not isinstance(text, str):
-                raise _BadRow("wrong type", f"'response' is {_type(text)}, expected a string")
-            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            finished = row.get("finished")
-            if finished not in (None, True, False):
-                raise _BadRow("wrong type", "'finished' is neither true nor false")
-            eos = self._tokenizer.eos_token_id
-            if ids and finished is not False and eos is not None and ids[-1] != eos:
-                ids = [*ids, eos]
-        else:
-            raise _BadRow("no response", "data.source=dataset needs 'response_ids' or 'response'")
-        if not ids:
-            raise _BadRow("empty response", "the response has no token")
-        if self._max_response and len(ids) > self._max_response:
-            raise _BadRow(
-                "response too long", f"{len(ids)} tokens, the limit is {self._max_response}"
-            )
-        return np.asarray(ids, np.int32)
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, enable_thinking: bool | None = None
-) -> str:
-    """The prompt as text, ending where the assistant's answer begins.
-
-    Raises whatever the template raises; ``ValueError`` when the tokenizer has none.
-    """
-    extra = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **extra
-    )
-
-
-def _messages(value: Any, what: str) -> Messages:
-    """Checked messages; columns that parquet filled with nulls are dropped."""
-    if not isinstance(value, list):
-        raise _BadRow("wrong type", f"'{what}' is {_type(value)}, expected a list of messages")
-    if not value:
-        raise _BadRow("empty messages", f"'{what}' has no message")
-    messages = []
-    for number, message in enumerate(value):
-        where = f"'{what}' message {number + 1}"
-        if not isinstance(message, dict):
-            raise _BadRow("wrong type", f"{where} is {_type(message)}, expected an object")
-        message = {key: item for key, item in message.items() if item is not None}
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise _BadRow(
-                "wrong type", f"{where} has role {role!r}, expected one of {', '.join(ROLES)}"
-            )
-        if content is None:
-            if not message.get("tool_calls"):
-                raise _BadRow("null content", f"{where} has no content")
-            message["content"] = ""
-        elif not isinstance(content, str):
-            raise _BadRow("wrong type", f"{where} has content {_type(content)}, expected a string")
-        messages.append(message)
-    if messages[-1]["role"] == "assistant":
-        raise _BadRow("assistant last", f"'{what}' ends with an answer; put it into 'response'")
-    if not any(m["content"].strip() for m in messages if m["role"] != "system"):
-        raise _BadRow("empty messages", f"'{what}' has no text")
-    return messages
-
-
-def _row_id(row: dict[str, Any], index: int) -> str:
-    value = row.get("id")
-    if value is None:
-        return f"row-{index + 1}"
-    if type(value) not in (str, int) or value == "":
-        raise _BadRow("wrong type", f"'id' is {_type(value)}, expected a string or an integer")
-    return str(value)
-
-
-def _answer(row: dict[str, Any]) -> str | None:
-    value = row.get("answer")
-    if value is None and isinstance(row.get("reward_model"), dict):
-        value = row["reward_model"].get("ground_truth")
-    if value is None:
-        return None
-    if type(value) not in (str, int, float):
-        raise _BadRow("wrong type", f"the answer is {_type(value)}, expected a string or a number")
-    return str(value)
-
-
-def _text(row: dict[str, Any], key: str) -> str | None:
-    value = row.get(key)
-    if value is not None and not isinstance(value, str):
-        raise _BadRow("wrong type", f"'{key}' is {_type(value)}, expected a string")
-    return value
-
-
-def _type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    if value is None:
-        return "null"
-    return names.get(
-        type(value), "a number" if isinstance(value, int | float) else str(type(value))
-    )
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # --- given responses ------------------------------------------------------------------------------

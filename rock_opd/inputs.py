@@ -11,8 +11,9 @@ import numpy as np
 
 from rock_opd.config import Recipe
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
-from rock_opd.errors import ConfigError
+from rock_opd.errors import ConfigError, ModelError
 from rock_opd.models import (
+    ModelFacts,
     load_tokenizer,
     model_facts,
     num_real_ids,
@@ -21,6 +22,7 @@ from rock_opd.models import (
 from rock_opd.rocklist import read_ids
 from rock_opd.types import Prompt
 from rock_opd.vocabulary import Vocabulary, guarded_ids
+from rock_opd.weight_files import PLAIN_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,43 @@ class Inputs:
     """What the person should know before the run starts."""
 
 
+def longest_tokens(recipe: Recipe, role: str) -> int:
+    """Tokens of the longest sequence that a role's engine must hold, evaluation included."""
+    if role == "student":
+        return recipe.max_model_len
+    return recipe.rollout.max_model_len + recipe.teacher.prefix_tokens + 1
+
+
+def role_problems(recipe: Recipe, role: str, facts: ModelFacts) -> list[str]:
+    """Why a model that is whole cannot serve as ``student`` or ``teacher`` of this recipe: one line
+    each, with what to change; usually none."""
+    found, who = [], f"{role} {facts.model}"
+    reads_head = role == "student" or recipe.teacher.engine == "hidden"
+    other_engine = "use teacher.engine=prompt_logprobs with payload topk_tail or sampled"
+    if (tokens := longest_tokens(recipe, role)) > facts.max_positions:
+        sum_of = "rollout.max_prompt_tokens + " + (
+            "the longest answer"
+            if role == "student"
+            else "rollout.max_new_tokens + teacher.prefix_tokens + 1"
+        )
+        found.append(
+            f"{who} reads at most {facts.max_positions} tokens, the recipe needs {tokens} "
+            f"({sum_of}); lower them"
+        )
+    if role == "student" and facts.quantized:
+        found.append(f"{who} is quantised and cannot be trained; take the unquantised model")
+    elif reads_head and facts.head_dtype not in (None, *PLAIN_DTYPES):
+        way = "take the unquantised model" if role == "student" else other_engine
+        found.append(f"{who}: the output head is stored as {facts.head_dtype}, quantised; {way}")
+    if reads_head and facts.scaled_head is not None:
+        way = "take another model" if role == "student" else other_engine
+        found.append(
+            f"{who} has {facts.scaled_head}: its logits are not head @ hidden, which the loss "
+            f"computes; {way}"
+        )
+    return found
+
+
 def load_inputs(recipe: Recipe) -> Inputs:
     """Reads and checks everything that needs no engine.
 
@@ -56,9 +95,11 @@ def load_inputs(recipe: Recipe) -> Inputs:
     ):
         if asked is not None and importlib.util.find_spec(module) is None:
             raise ConfigError(f"{key} needs {module}: pip install 'rock-opd[{module}]'")
-    for model in (recipe.student.model, recipe.teacher.model):
+    for role, model in (("student", recipe.student.model), ("teacher", recipe.teacher.model)):
         if Path(model).is_dir():
-            model_facts(model)  # refuses weights that are missing or cut short
+            facts = model_facts(model)  # refuses weights that are missing or cut short
+            if problems := role_problems(recipe, role, facts):
+                raise ModelError(problems[0])
     tokenizer = load_tokenizer(recipe.student.model)
     width = num_real_ids(recipe.student.model, recipe.teacher.model)
     limit = recipe.rollout.max_prompt_tokens
@@ -75,7 +116,7 @@ def load_inputs(recipe: Recipe) -> Inputs:
     if recipe.eval.num_heldout:
         prefix = recipe.teacher.prefix_tokens
         heldout = load_heldout(recipe.data, recipe.eval, teacher_prefix_tokens=prefix, **reading)
-    problems = load_problems(recipe.data, recipe.eval, **reading) if recipe.eval.problems else None
+    graded = load_problems(recipe.data, recipe.eval, **reading) if recipe.eval.problems else None
     vocabulary = Vocabulary(
         model=recipe.student.model,
         num_types=width,
@@ -93,7 +134,7 @@ def load_inputs(recipe: Recipe) -> Inputs:
     return Inputs(
         prompts=prompts,
         heldout=heldout,
-        problems=problems.prompts if problems else (),
+        problems=graded.prompts if graded else (),
         tokenizer=tokenizer,
         num_real_ids=width,
         frozen_list=frozen_list,

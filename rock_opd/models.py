@@ -114,7 +114,7 @@ def _hub_snapshot(model: str) -> Path | str:
             return "the hub was not asked (HF_HUB_OFFLINE is set, and the cache lacks it)"
         return "the hub cannot be reached from here, and the cache lacks it"
     except Exception as error:  # of the network, of proxies, of the disk
-        return f"the hub gave nothing ({_first_line(error)})"
+        return f"the hub gave nothing ({first_line(error)})"
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -136,7 +136,7 @@ def load_config(model: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each architecture checks its fields in its own way
         raise ModelError(
-            f"model {model}: config.json cannot be used: {_first_line(error)}"
+            f"model {model}: config.json cannot be used: {first_line(error)}"
         ) from None
     named = config.architectures or []
     if config.is_encoder_decoder or (named and not any(n.endswith(LANGUAGE_MODELS) for n in named)):
@@ -168,7 +168,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer readers raise a dozen kinds, Rust's among them
-        raise ModelError(f"model {model}: no usable tokenizer: {_first_line(error)}") from None
+        raise ModelError(f"model {model}: no usable tokenizer: {first_line(error)}") from None
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -302,7 +302,7 @@ def model_facts(model: str) -> ModelFacts:
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise ModelError(
             f"model {model}: config.json ({config.model_type}) lacks a number that memory and "
-            f"limits follow from: {_first_line(error)}"
+            f"limits follow from: {first_line(error)}"
         ) from None
 
 
@@ -334,13 +334,14 @@ def _read_json(path: Path, model: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"model {model}: {path.name} is unreadable: {_first_line(error)}"
+            f"model {model}: {path.name} is unreadable: {first_line(error)}"
         ) from None
     if not isinstance(content, dict):
         raise ModelError(f"model {model}: {path.name} holds no JSON object")
     return content
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an exception says, without what follows."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__

@@ -18,7 +18,6 @@ from rock_opd.data import (
     load_heldout,
     load_problems,
     load_prompts,
-    render_chat,
 )
 from rock_opd.engines.vllm_quirks import CPU_KV_CACHE_BYTES
 from rock_opd.errors import RockOPDError
@@ -30,6 +29,7 @@ from rock_opd.models import (
     stop_token_ids,
     tokenizer_fingerprint,
 )
+from rock_opd.prompt_rows import render_chat
 from rock_opd.rocklist import read_ids
 
 if TYPE_CHECKING:

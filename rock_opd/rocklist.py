@@ -48,10 +48,11 @@ def read_ids(
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"token list {path}: no such file")
+        got = "expected a file, got a folder" if path.is_dir() else "no such file"
+        raise DataError(f"token list {path}: {got}")
     try:
         ids = _read_csv(path, column) if path.suffix.lower() == ".csv" else _read_json(path)
-    except (ValueError, OSError, csv.Error) as error:
+    except (ValueError, OSError, RecursionError, csv.Error) as error:
         line = " ".join(str(error).split())
         raise DataError(f"token list {path}: not readable: {line}") from None
     if not ids:

@@ -15,11 +15,11 @@ from rock_opd.data import (
     load_heldout,
     load_problems,
     load_prompts,
-    render_chat,
     write_answers,
 )
 from rock_opd.errors import DataError
 from rock_opd.models import load_tokenizer, tokenizer_fingerprint
+from rock_opd.prompt_rows import render_chat
 from rock_opd.types import Rollout
 
 EOS = 2
