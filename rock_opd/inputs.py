@@ -97,7 +97,8 @@ def load_inputs(recipe: Recipe) -> Inputs:
             raise ConfigError(f"{key} needs {module}: pip install 'rock-opd[{module}]'")
     for role, model in (("student", recipe.student.model), ("teacher", recipe.teacher.model)):
         if Path(model).is_dir():
-            facts = model_facts(model)  # refuses weights that are missing or cut short
+            remote = role == "teacher" and recipe.teacher.engine == "http"
+            facts = model_facts(model, has_weights=not remote)  # refuses those cut short
             if problems := role_problems(recipe, role, facts):
                 raise ModelError(problems[0])
     tokenizer = load_tokenizer(recipe.student.model)

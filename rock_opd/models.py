@@ -264,8 +264,11 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
     return tuple(sorted(set(stops)))
 
 
-def model_facts(model: str) -> ModelFacts:
+def model_facts(model: str, *, has_weights: bool = True) -> ModelFacts:
     """The model's numbers, from its config and the headers of its weight files.
+
+    Args:
+        has_weights: False: a folder may lack them, as for a teacher that runs elsewhere.
 
     Raises:
         ModelError: what ``load_config``, ``weight_headers`` and ``check_weights`` raise; a config
@@ -274,7 +277,7 @@ def model_facts(model: str) -> ModelFacts:
     config, folder = load_config(model), model_folder(model)
     tied = bool(config.tie_word_embeddings)
     head, count = None, None
-    if Path(model).is_dir():
+    if has_weights and Path(model).is_dir():
         headers = weight_headers(folder, model)
         composite = "text_config" in _read_json(folder / "config.json", model)
         check_weights(headers, config, model=model, composite=composite)
@@ -333,9 +336,7 @@ def _read_json(path: Path, model: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"model {model}: {path.name} is unreadable: {first_line(error)}"
-        ) from None
+        raise ModelError(f"model {model}: {path.name} is unreadable: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise ModelError(f"model {model}: {path.name} holds no JSON object")
     return content

@@ -1,26 +1,28 @@
 """``rock-opd check``: everything about a recipe that can be known without starting an engine.
 
 ``config`` has already refused what no file is needed for. Here: the installed packages, the
-recipe's parts against each other, models, tokenizers, prompts as they will be read, and what the
-run will take in memory, GPUs and bytes on the wire. Sizes are estimates and say so. Every finding
-is listed; a failure does not hide the next one.
+recipe's parts against each other, models, tokenizers, and prompts as they will be read; what the
+run takes is in ``footprint``, what only running engines can tell in ``contract``, what only a
+cluster's nodes can in ``nodes``. Every finding is listed; a failure does not hide the next one.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rock_opd.config import Recipe, resolve_dtype
-from rock_opd.data import (
-    PromptSet,
-    load_heldout,
-    load_problems,
-    load_prompts,
-)
-from rock_opd.engines.vllm_quirks import CPU_KV_CACHE_BYTES
+from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
 from rock_opd.errors import RockOPDError
+from rock_opd.findings import CheckReport, Finding
+from rock_opd.footprint import (
+    assumed_device,
+    report_memory,
+    report_placement,
+    report_wire,
+    short_count,
+)
+from rock_opd.inputs import role_problems
 from rock_opd.models import (
     ModelFacts,
     load_tokenizer,
@@ -29,57 +31,22 @@ from rock_opd.models import (
     stop_token_ids,
     tokenizer_fingerprint,
 )
-from rock_opd.prompt_rows import render_chat
+from rock_opd.prompt_rows import Messages, render_chat
 from rock_opd.rocklist import read_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Level = Literal["ok", "info", "warn", "fail"]
-BYTES = {"float32": 4, "bfloat16": 2}
-SAMPLED_BYTES = 12
-"""Per position: id and two log-probabilities."""
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    level: Level
-    text: str
-
-    def __str__(self) -> str:
-        first, *rest = self.text.splitlines()
-        return "\n".join([f"{self.level:<5} {first}", *(f"      {line}" for line in rest)])
-
-
-@dataclass
-class CheckReport:
-    """What was found, in order."""
-
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def lines(self) -> list[str]:
-        return [str(finding) for finding in self.findings]
-
-    @property
-    def failed(self) -> bool:
-        """Whether the recipe cannot run as it is."""
-        return any(finding.level == "fail" for finding in self.findings)
-
-    def add(self, level: Level, text: str) -> None:
-        self.findings.append(Finding(level, text))
-
-
-def check(recipe: Recipe, *, static: bool) -> CheckReport:
+def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) -> CheckReport:
     """Checks a recipe that was built without complaint; raises nothing.
 
     Args:
+        report: what to add to; None: a new one.
         static: leave out what needs model and data files, so that a recipe for a cluster can be
             checked where its models are not.
     """
-    report = CheckReport()
+    report = CheckReport() if report is None else report
     report.add("ok", f"recipe {recipe.run.name}: every key and value is accepted")
     _check_packages(report)
     _check_parts(report, recipe)
@@ -94,10 +61,10 @@ def check(recipe: Recipe, *, static: bool) -> CheckReport:
     else:
         facts = _check_models(report, recipe)
         _check_data(report, recipe)
-    _report_placement(report, recipe)
-    _report_wire(report, recipe, facts.get("teacher"))
+    report_placement(report, recipe)
+    report_wire(report, recipe, facts.get("teacher"))
     if "student" in facts and "teacher" in facts:
-        _report_memory(report, recipe, facts["student"], facts["teacher"])
+        report_memory(report, recipe, facts["student"], facts["teacher"])
     return report
 
 
@@ -111,8 +78,7 @@ def _check_packages(report: CheckReport) -> None:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    for finding in package_findings(versions):
-        report.findings.append(finding)
+    report.extend(package_findings(versions))
 
 
 def package_findings(versions: dict[str, str]) -> list[Finding]:
@@ -214,17 +180,11 @@ def _check_parts(report: CheckReport, recipe: Recipe) -> None:
 
 def _check_models(report: CheckReport, recipe: Recipe) -> dict[str, ModelFacts]:
     """The facts of each model that can be read."""
-    longest = {
-        "student": (recipe.max_model_len, "rollout.max_prompt_tokens + the longest answer"),
-        "teacher": (
-            recipe.rollout.max_model_len + recipe.teacher.prefix_tokens + 1,
-            "rollout.max_prompt_tokens + rollout.max_new_tokens + teacher.prefix_tokens + 1",
-        ),
-    }
     found: dict[str, ModelFacts] = {}
     for role, model in (("student", recipe.student.model), ("teacher", recipe.teacher.model)):
+        remote = role == "teacher" and recipe.teacher.engine == "http"
         try:
-            facts = model_facts(model)
+            facts = model_facts(model, has_weights=not remote)
         except RockOPDError as error:
             report.add("fail", f"{role}: {error}")
             continue
@@ -232,27 +192,12 @@ def _check_models(report: CheckReport, recipe: Recipe) -> dict[str, ModelFacts]:
         experts = f", {facts.num_experts} experts" if facts.num_experts else ""
         report.add(
             "ok",
-            f"{role} {model}: {facts.architecture}, {_count(facts.num_params)} parameters, "
+            f"{role} {model}: {facts.architecture}, {short_count(facts.num_params)} parameters, "
             f"{facts.num_layers} layers, width {facts.hidden_size}{experts}, "
             f"{'tied' if facts.tied else 'untied'} head",
         )
-        tokens, sum_of = longest[role]
-        if tokens > facts.max_positions:
-            report.add(
-                "fail",
-                f"{role} {model} reads at most {facts.max_positions} tokens, the recipe needs "
-                f"{tokens} ({sum_of}); lower them",
-            )
-        if role == "student" and facts.quantized:
-            report.add("fail", f"student {model} is quantised and cannot be trained")
-        if facts.scaled_head is not None and (
-            role == "student" or recipe.teacher.engine == "hidden"
-        ):
-            report.add(
-                "fail",
-                f"{role} {model} has {facts.scaled_head}: its logits are not head @ hidden, which "
-                "the loss computes",
-            )
+        for problem in role_problems(recipe, role, facts):
+            report.add("fail", problem)
     if len(found) == 2:
         _check_vocabulary(report, recipe, found)
     return found
@@ -281,6 +226,7 @@ def _check_vocabulary(report: CheckReport, recipe: Recipe, facts: dict[str, Mode
             f"{_tokens(stops[teacher], teacher)}: where one ends and the other goes on, the "
             "divergence is about stopping; set eos_token_id alike in both generation_config.json",
         )
+    _check_special_tokens(report, recipe)
     for ids_file in (recipe.policy.ids_file, recipe.policy.guard_file):
         if ids_file is None:
             continue
@@ -293,6 +239,33 @@ def _check_vocabulary(report: CheckReport, recipe: Recipe, facts: dict[str, Mode
             report.add("ok", f"{ids_file}: {len(ids)} token types, all within the vocabulary")
             if notice:
                 report.add("warn", notice)
+
+
+def _check_special_tokens(report: CheckReport, recipe: Recipe) -> None:
+    """Which tokens each side holds for special; their ids are equal already."""
+    ours, theirs = (load_tokenizer(model) for model in (recipe.student.model, recipe.teacher.model))
+    sets = []
+    for tokenizer in (ours, theirs):
+        added = tokenizer.added_tokens_decoder.items()
+        sets.append(
+            {str(token) for _, token in added if token.special} | set(tokenizer.all_special_tokens)
+        )
+    roles = [
+        f"{name} {a or 'none'} / {b or 'none'}"
+        for name in ("bos_token", "eos_token", "pad_token")
+        if (a := getattr(ours, name)) != (b := getattr(theirs, name))
+    ]
+    for who, only in (("student's", sets[0] - sets[1]), ("teacher's", sets[1] - sets[0])):
+        if only:
+            roles.append(f"only the {who} holds for special: {', '.join(sorted(only)[:5])}")
+    if roles:
+        report.add(
+            "warn",
+            f"special tokens differ (student / teacher): {'; '.join(roles)}; the student's are "
+            "used; take its tokenizer files for both if that is not meant",
+        )
+    else:
+        report.add("ok", f"special tokens agree: {', '.join(sorted(sets[0])[:8])}")
 
 
 def _tokens(ids: tuple[int, ...], model: str) -> str:
@@ -324,6 +297,7 @@ def _check_data(report: CheckReport, recipe: Recipe) -> None:
     else:
         _report_prompts(report, recipe, prompts, per_epoch)
         _report_rendering(report, recipe, prompts, tokenizer)
+        _report_thinking(report, recipe, prompts)
     reading = {"tokenizer": tokenizer, "max_prompt_tokens": limit}
     if recipe.eval.num_heldout:
         try:
@@ -349,7 +323,7 @@ def _report_prompts(
 ) -> None:
     lengths = sorted(len(prompt.token_ids) for prompt in prompts.prompts)
     steps = recipe.run.num_steps or recipe.run.num_epochs * per_epoch
-    dtype = resolve_dtype(recipe.student.dtype, _device(recipe))
+    dtype = resolve_dtype(recipe.student.dtype, assumed_device(recipe))
     if recipe.run.num_steps_float32 and dtype == "float32":
         steps = recipe.run.num_steps_float32
     report.add(
@@ -402,195 +376,55 @@ def _report_rendering(
         )
 
 
-def _boxed(text: str) -> str:
-    return "\n".join(f"| {line}" for line in text.split("\n"))
-
-
-# --- what the run takes ---------------------------------------------------------------------------
-
-
-def _report_placement(report: CheckReport, recipe: Recipe) -> None:
-    place, rollout, teacher, student = (
-        recipe.placement,
-        recipe.rollout,
-        recipe.teacher,
-        recipe.student,
-    )
-    roles = {
-        "student": (student.num_ranks, 1, place.student_cpus),
-        "rollout": (rollout.num_workers, rollout.tensor_parallel, place.rollout_cpus),
-        "teacher": (teacher.num_replicas, teacher.tensor_parallel, place.teacher_cpus),
-    }
-    if recipe.data.source == "dataset" and not (recipe.eval.num_heldout or recipe.eval.problems):
-        del roles["rollout"]
-    cpus = sum(count * each for count, _, each in roles.values())
-    text = ", ".join(f"{role} {count} x {each:g}" for role, (count, _, each) in roles.items())
-    text = f"placement: {cpus:g} CPUs ({text})"
-    if recipe.run.device != "cpu":
-        gpus = {role: count * width for role, (count, width, _) in roles.items()}
-        sharing = {
-            "all": set(roles),
-            "teacher_rollout": {"teacher", "rollout"} & set(roles),
-            "none": set(),
-        }[place.colocate]
-        own = sum(num for role, num in gpus.items() if role not in sharing)
-        total = own + max((gpus[role] for role in sharing), default=0)
-        listed = ", ".join(
-            f"{role} {num}{' shared' if role in sharing else ''}" for role, num in gpus.items()
-        )
-        where = "" if recipe.run.device == "cuda" else " on a cluster with GPUs"
-        text += f"; {total} GPUs{where} ({listed})"
-    report.add("info", text)
-
-
-def _positions(recipe: Recipe) -> int:
-    """Response positions of a step, at most."""
-    samples = recipe.rollout.samples_per_prompt if recipe.data.source == "student" else 1
-    return recipe.rollout.prompts_per_step * samples * recipe.rollout.max_new_tokens
-
-
-def _wire_bytes(recipe: Recipe) -> int:
-    """Bytes of one number of a hidden row on the way."""
-    if recipe.teacher.wire_dtype != "auto":
-        return BYTES[recipe.teacher.wire_dtype]
-    return BYTES[resolve_dtype(recipe.teacher.dtype, _device(recipe))]
-
-
-def _device(recipe: Recipe) -> str:
-    return "cpu" if recipe.run.device == "cpu" else "cuda"
-
-
-def _report_wire(report: CheckReport, recipe: Recipe, teacher: ModelFacts | None) -> None:
-    num = _positions(recipe)
-    per_position: dict[str, int | None] = {
-        "hidden": None if teacher is None else teacher.hidden_size * _wire_bytes(recipe),
-        "topk_tail": recipe.teacher.top_k * 8 + 8,
-        "sampled": SAMPLED_BYTES,
-    }
-    parts = []
-    for kind, size in per_position.items():
-        chosen = " (this recipe)" if kind == recipe.teacher.payload else ""
-        amount = "2 or 4 bytes x teacher width" if size is None else _size(num * size)
-        parts.append(f"{kind} {amount}{chosen}")
-    report.add(
-        "info",
-        f"teacher rows on the wire per step, at most ({_count(num)} positions, none frozen): "
-        + ", ".join(parts),
-    )
-
-
-def _report_memory(
-    report: CheckReport, recipe: Recipe, student: ModelFacts, teacher: ModelFacts
-) -> None:
-    """Estimates from the models' numbers, by role."""
-    device = _device(recipe)
-    report.add(
-        "info",
-        "memory, estimated; libraries and fragmentation come on top:\n"
-        + "\n".join(
-            [
-                f"student rank: {_student_memory(recipe, student, teacher, device)}",
-                f"rollout worker: {_rollout_memory(recipe, student, device)}",
-                f"teacher replica: {_teacher_memory(recipe, teacher, device)}",
-            ]
-        ),
-    )
-    for role, facts, cfg, tokens in (
-        ("rollout", student, recipe.rollout, recipe.max_model_len),
-        (
-            "teacher",
-            teacher,
-            recipe.teacher,
-            recipe.rollout.max_model_len + recipe.teacher.prefix_tokens + 1,
-        ),
-    ):
-        cache = cfg.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device == "cpu" else None)
-        one = tokens * facts.kv_bytes_per_token(BYTES[resolve_dtype(cfg.dtype, device)])
-        if cache is not None and cache < one // cfg.tensor_parallel:
+def _report_thinking(report: CheckReport, recipe: Recipe, prompts: PromptSet) -> None:
+    """Whether the templates react to ``enable_thinking``, and what follows from its value."""
+    source = prompts.messages[prompts.prompts[0].prompt_id]
+    if isinstance(source, str):
+        return
+    renders = {}
+    for role, model in (("student", recipe.student.model), ("teacher", recipe.teacher.model)):
+        try:
+            renders[role] = _thinking_renders(model, source)
+        except Exception:  # what a template refuses is said where it is rendered
+            continue
+    reacting = [role for role, texts in renders.items() if texts[True] != texts[False]]
+    chosen = recipe.data.enable_thinking
+    if not reacting:
+        if chosen is not None:
             report.add(
-                "fail",
-                f"{role}.kv_cache_bytes={cache} is less than one sequence of {tokens} tokens takes "
-                f"({_size(one // cfg.tensor_parallel)})",
+                "warn",
+                f"data.enable_thinking={str(chosen).lower()}, but no template reacts to it; leave "
+                "it out",
             )
-    park = _positions(recipe) * teacher.hidden_size * _wire_bytes(recipe)
-    park //= recipe.teacher.num_replicas
-    if recipe.teacher.payload != "sampled" and park > recipe.teacher.park_bytes:
+        return
+    if len(reacting) < len(renders):
         report.add(
             "warn",
-            f"a full step parks up to {_size(park)} in each teacher, teacher.park_bytes holds "
-            f"{_size(recipe.teacher.park_bytes)}: what does not fit is prefilled twice",
+            f"only the {reacting[0]}'s template reacts to enable_thinking; the ids are those that "
+            "the student's template gives: see whether the teacher knows such prompts",
         )
-
-
-def _student_memory(recipe: Recipe, student: ModelFacts, teacher: ModelFacts, device: str) -> str:
-    cfg = recipe.student
-    dtype = resolve_dtype(cfg.dtype, device)
-    stage = max(cfg.zero_stage, 1) if dtype == "bfloat16" else cfg.zero_stage
-    ranks, params = cfg.num_ranks, student.num_params
-    weights = params * BYTES[dtype] // (ranks if stage >= 3 else 1)
-    grads = params * 4 // (ranks if stage >= 2 else 1)
-    # Two float32 moments; a float32 master copy wherever ZeRO or bf16 keeps one.
-    states = params * (12 if stage >= 1 else 8) // (ranks if stage >= 1 else 1)
-    logits = cfg.logit_chunk_rows * student.vocab_size * 4 * 4
-    head = 0
-    if recipe.teacher.payload == "hidden":
-        head = teacher.vocab_size * teacher.hidden_size * (4 if device == "cpu" else BYTES[dtype])
-    # Korthikanti et al. 2022, eq. 2, without the attention matrix: 34 bytes x width per token and
-    # layer in 16 bits; with checkpointing one input per layer and one layer at work.
-    per_layer = cfg.micro_batch_tokens * student.hidden_size * BYTES[dtype]
-    layers = student.num_layers
-    activations = per_layer * (layers + 17 if cfg.gradient_checkpointing else 17 * layers)
-    on_device = weights + grads + logits + head + activations
-    host = states if cfg.offload_optimizer else 0
-    on_device += states - host
-    parts = (
-        f"weights {_size(weights)}, gradients {_size(grads)}, optimizer {_size(states)}"
-        f"{' on the host' if host else ''}, logits {_size(logits)}, teacher head {_size(head)}, "
-        f"activations {_size(activations)}"
+    texts = renders[reacting[0]]
+    both = "\n".join(
+        f"enable_thinking={str(flag).lower()}:\n{_boxed(texts[flag])}" for flag in (True, False)
     )
-    return f"{_size(on_device)} ({parts}; ZeRO {stage}, {ranks} ranks, {dtype})"
+    if chosen is None:
+        default = next((str(f).lower() for f in (True, False) if texts[None] == texts[f]), "else")
+        report.add(
+            "warn",
+            f"the {reacting[0]}'s template reacts to enable_thinking and data.enable_thinking is "
+            f"unset, so its own default holds ({default}); set it to what the teacher was trained "
+            f"for:\n{both}",
+        )
+    else:
+        report.add("ok", f"data.enable_thinking={str(chosen).lower()} is set:\n{both}")
 
 
-def _rollout_memory(recipe: Recipe, student: ModelFacts, device: str) -> str:
-    cfg = recipe.rollout
-    size = BYTES[resolve_dtype(cfg.dtype, device)]
-    weights = student.num_params * size // cfg.tensor_parallel
-    full = cfg.max_num_seqs * recipe.max_model_len * student.kv_bytes_per_token(size)
-    return _engine_memory(weights, full // cfg.tensor_parallel, cfg.kv_cache_bytes, device)
+def _thinking_renders(model: str, source: Messages) -> dict[bool | None, str]:
+    tokenizer = load_tokenizer(model)
+    return {
+        flag: render_chat(tokenizer, source, enable_thinking=flag) for flag in (None, True, False)
+    }
 
 
-def _teacher_memory(recipe: Recipe, teacher: ModelFacts, device: str) -> str:
-    cfg = recipe.teacher
-    size = BYTES[resolve_dtype(cfg.dtype, device)]
-    weights = teacher.num_params * size // cfg.tensor_parallel
-    head = teacher.vocab_size * teacher.hidden_size * (4 if device == "cpu" else size)
-    tokens = recipe.rollout.max_model_len + cfg.prefix_tokens + 1
-    full = cfg.max_num_seqs * tokens * teacher.kv_bytes_per_token(size) // cfg.tensor_parallel
-    engine = _engine_memory(weights, full, cfg.kv_cache_bytes, device)
-    park = _positions(recipe) * teacher.hidden_size * _wire_bytes(recipe) // cfg.num_replicas
-    parked = "" if cfg.payload == "sampled" else f"; parked rows on the host up to {_size(park)}"
-    return f"{engine}, head {_size(head)}{parked}"
-
-
-def _engine_memory(weights: int, full_cache: int, cache: int | None, device: str) -> str:
-    held = cache or (CPU_KV_CACHE_BYTES if device == "cpu" else None)
-    kept = "what gpu_memory_utilization leaves" if held is None else _size(held)
-    return (
-        f"weights {_size(weights)} a GPU, " if device == "cuda" else f"weights {_size(weights)}, "
-    ) + f"KV cache {kept} (all sequences at full length: {_size(full_cache)})"
-
-
-def _size(num: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if num < 1000:
-            return f"{num:.3g} {unit}"
-        num /= 1000
-    return f"{num:.3g} TB"
-
-
-def _count(num: float) -> str:
-    for unit in ("", "K", "M"):
-        if num < 1000:
-            return f"{num:.3g}{unit}"
-        num /= 1000
-    return f"{num:.3g}B"
+def _boxed(text: str) -> str:
+    return "\n".join(f"| {line}" for line in text.split("\n"))

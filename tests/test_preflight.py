@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from rock_opd.config import Recipe, build_recipe, load_recipe
-from rock_opd.preflight import CheckReport, check, package_findings
+from rock_opd.findings import CheckReport
+from rock_opd.preflight import check, package_findings
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 GOOD_PACKAGES = {
@@ -150,6 +153,94 @@ def test_another_template_of_the_teacher_is_shown_beside_the_students(
     report = check(recipe(f"teacher.model={teacher}"), static=False)
     (warning,) = [w for w in of_level(report, "warn") if "renders otherwise" in w]
     assert "<think>" in warning and not report.failed
+
+
+def with_template(source: Path, target: Path, template: str) -> Path:
+    shutil.copytree(source, target)
+    (target / "chat_template.jinja").write_text(template)
+    return target
+
+
+THINKING = (
+    "{{ messages[0].content }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_templates_that_react_to_enable_thinking_are_shown_both_ways(recipe, tiny_models, tmp_path):
+    student = with_template(tiny_models / "student", tmp_path / "s", THINKING)
+    teacher = with_template(tiny_models / "teacher", tmp_path / "t", THINKING)
+    models = [f"student.model={student}", f"teacher.model={teacher}"]
+    report = check(recipe(*models), static=False)
+    (warning,) = [w for w in of_level(report, "warn") if "reacts to enable_thinking" in w]
+    assert "data.enable_thinking is unset, so its own default holds (true)" in warning
+    ask = "| Write a function about lists."
+    assert f"enable_thinking=true:\n{ask}\nenable_thinking=false:\n{ask}<think></think>" in warning
+
+    report = check(recipe(*models, "data.enable_thinking=false"), static=False)
+    assert not any("reacts" in w for w in of_level(report, "warn"))
+    assert any("data.enable_thinking=false is set" in text for text in of_level(report, "ok"))
+
+    report = check(recipe(models[0]), static=False)
+    assert any("only the student's template reacts" in w for w in of_level(report, "warn"))
+
+
+def test_a_thinking_flag_that_no_template_knows_is_a_warning(recipe):
+    report = check(recipe("data.enable_thinking=true"), static=False)
+    assert any("no template reacts to it" in w for w in of_level(report, "warn"))
+    assert not any("thinking" in line for line in check(recipe(), static=False).lines)
+
+
+def test_special_tokens_that_differ_are_named(recipe, tiny_models, tmp_path):
+    report = check(recipe(), static=False)
+    assert any(
+        "special tokens agree: <|endoftext|>, <|im_end|>, <|im_start|>" in text
+        for text in of_level(report, "ok")
+    )
+    teacher = edited(
+        tiny_models / "teacher", tmp_path / "t", tokenizer_config={"pad_token": "<|im_start|>"}
+    )
+    report = check(recipe(f"teacher.model={teacher}"), static=False)
+    (warning,) = [w for w in of_level(report, "warn") if "special tokens differ" in w]
+    assert "pad_token <|endoftext|> / <|im_start|>" in warning and not report.failed
+
+
+def test_a_teacher_on_servers_needs_no_weights_here(recipe, tiny_models, tmp_path):
+    teacher = tmp_path / "t"
+    shutil.copytree(tiny_models / "teacher", teacher)
+    (teacher / "model.safetensors").unlink()
+    remote = [
+        f"teacher.model={teacher}",
+        "teacher.engine=http",
+        "teacher.urls=[http://localhost:8000]",
+        "teacher.payload=topk_tail",
+    ]
+    report = check(recipe(*remote), static=False)
+    assert not report.failed, report.lines
+    assert "teacher: on its servers" in "\n".join(report.lines)
+    assert check(recipe(remote[0]), static=False).failed
+
+
+def test_a_quantised_head_fails_with_what_to_take_instead(recipe, tiny_models, tmp_path):
+    teacher = tmp_path / "t"
+    shutil.copytree(tiny_models / "teacher", teacher)
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    save_file(tensors, teacher / "model.safetensors")
+    report = check(recipe(f"teacher.model={teacher}"), static=False)
+    (fail,) = of_level(report, "fail")
+    assert "stored as I8, quantised; use teacher.engine=prompt_logprobs" in fail
+    other = ["teacher.engine=prompt_logprobs", "teacher.payload=topk_tail"]
+    assert not check(recipe(f"teacher.model={teacher}", *other), static=False).failed
+
+
+def test_findings_are_one_line_each_and_json_on_request(recipe):
+    report = check(recipe("teacher.tensor_parallel=2"), static=True)
+    assert "FAIL  teacher.tensor_parallel=2 needs GPUs, run.device is cpu" in report.lines
+    read = json.loads(report.to_json())
+    assert read["failed"] is True
+    assert {"level", "text"} <= read["findings"][0].keys()
+    assert [f["level"] for f in read["findings"]].count("fail") == 1
 
 
 def test_rows_left_out_are_counted_and_the_first_are_named(recipe, tiny_models, tmp_path):
