@@ -16,7 +16,7 @@ SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|ACCESS_KEY|KEY|TOKEN|SECRET|PASSWO
 
 _MIN_CHARS = 8
 """Shorter values (``EMPTY``, ``none``) are words that text may hold for other reasons."""
-_URL_LOGIN = re.compile(r"(?<=://)[^\s/@'\"]+@")
+_URL_LOGIN = re.compile(r"(?<=://)[^\s/'\"]+@")
 _BEARER = re.compile(r"(?i)\b(bearer)\s+[^\s'\",}\]]+")
 
 
