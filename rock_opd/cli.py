@@ -24,6 +24,7 @@ from rock_opd.errors import (
 if TYPE_CHECKING:
     from rock_opd.config import Recipe
     from rock_opd.coordinator import Progress, StepLine
+    from rock_opd.findings import CheckReport
 
 EXIT_INTERRUPTED = 130
 
@@ -92,15 +93,61 @@ def _tell_resume(cfg: Recipe, command: str) -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--static", is_flag=True, help="Leave out what needs the models and the data.")
-def check(recipe: Path, overrides: tuple[str, ...], static: bool) -> None:
-    """Verify RECIPE without training: files, tokenizers, widths, prompts as rendered, memory."""
+@click.option("--live", is_flag=True, help="Start the engines once and hold them to the contract.")
+@click.option("--cluster", is_flag=True, help="Ask every node of the cluster what it sees.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--address", help="Cluster for --live and --cluster; as for train.")
+def check(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    static: bool,
+    live: bool,
+    cluster: bool,
+    as_json: bool,
+    address: str | None,
+) -> None:
+    """Verify RECIPE without training: files, tokenizers, widths, prompts as rendered, memory.
+
+    Exit status 2 when a check fails.
+    """
     from rock_opd.config import load_recipe
+
+    if static and (live or cluster):
+        raise click.UsageError("--static opens nothing; leave it out with --live or --cluster")
+    cfg = load_recipe(recipe, list(overrides))
+    from rock_opd.findings import CheckReport
     from rock_opd.preflight import check as run
 
-    report = run(load_recipe(recipe, list(overrides)), static=static)
-    for line in report.lines:
-        click.echo(line)
+    report = CheckReport(show=None if as_json else lambda finding: click.echo(str(finding)))
+    run(cfg, static=static, report=report)
+    if live or cluster:
+        _check_running(cfg, report, live=live, cluster=cluster, address=address)
+    if as_json:
+        click.echo(report.to_json())
     sys.exit(EXIT_BAD_INPUT if report.failed else 0)
+
+
+def _check_running(
+    cfg: Recipe, report: CheckReport, *, live: bool, cluster: bool, address: str | None
+) -> None:
+    """The checks that need a cluster; without a whole recipe they are not begun."""
+    import ray
+
+    from rock_opd.contract import check_live
+    from rock_opd.driver import anchor_paths, connect
+    from rock_opd.nodes import check_nodes
+
+    cfg = anchor_paths(cfg, Path.cwd())
+    if cluster:
+        connect(address)
+        try:
+            check_nodes(report, cfg)
+        finally:
+            ray.shutdown()
+    if live and report.failed:
+        report.add("info", "the engines were not started: mend what failed above first")
+    elif live:
+        check_live(report, cfg, address=address, say=lambda line: click.echo(line, err=True))
 
 
 @cli.command("prepare-demo")
