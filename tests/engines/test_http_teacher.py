@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from rock_opd.config import TeacherConfig
+from rock_opd.config import TeacherConfig, build_recipe
 from rock_opd.engines.http_client import PassingFault, Replica, Replicas, read_key
 from rock_opd.engines.http_teacher import HttpTeacher, check_server
 from rock_opd.errors import ConfigError, DataError, ModelError, RockOPDError, RoleError
@@ -546,6 +546,24 @@ def test_a_server_without_a_tokenizer_is_accepted_and_said(serve, config, log_p)
         check_scores(engine, log_p)
 
 
+def test_a_remote_teacher_takes_no_gpu_and_a_quarter_of_a_cpu(serve, config):
+    from rock_opd.actors.placement import lay_out
+
+    student = {"model": "s", "dtype": "bfloat16"}
+    for colocate in ("none", "all", "teacher_rollout"):
+        recipe = build_recipe(
+            {"data": {"prompts": "p"}, "student": student, "placement": {"colocate": colocate}},
+            [
+                *("teacher.model=t", "teacher.engine=http", "teacher.payload=topk_tail"),
+                "teacher.urls=[http://a:1,https://b/v1]",
+            ],
+        )
+        layout = lay_out(recipe, "cuda", ("student", "rollout", "teacher"))
+        (seat,) = layout.seats["teacher"]
+        assert dict(layout.bundles[seat.bundle].resources) == {"CPU": 0.25}
+        assert "teacher" not in layout.shared
+
+
 def test_replicas_that_serve_different_models_are_refused(serve, config):
     one, other = serve(), serve()
     other.log_p = np.roll(one.log_p, 1, axis=0)
@@ -688,7 +706,11 @@ def test_a_real_server_gives_transformers_float64_numbers_and_those_of_the_engin
     engine = teacher(served())
     assert engine.notices == ()
     scores, rows = engine.score(ROLLOUTS), engine.fetch(ask(ROLLOUTS))
-    model = AutoModelForCausalLM.from_pretrained(tiny_models / "teacher", dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_models / "teacher",
+        dtype=torch.float64,
+        experts_implementation="eager",  # the grouped product knows no float64
+    )
     exact = []
     for given in ROLLOUTS:
         with torch.no_grad():
