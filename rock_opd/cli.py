@@ -20,6 +20,7 @@ from rock_opd.errors import (
     PlacementError,
     RockOPDError,
 )
+from rock_opd.redact import redact
 
 if TYPE_CHECKING:
     from rock_opd.config import Recipe
@@ -240,8 +241,8 @@ def main() -> Any:
     try:
         return cli()
     except (ConfigError, DataError, ModelError, PlacementError) as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(redact(f"error: {error}"), err=True)
         sys.exit(EXIT_BAD_INPUT)
     except RockOPDError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(redact(f"error: {error}"), err=True)
         sys.exit(1)

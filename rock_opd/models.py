@@ -1,8 +1,8 @@
 """What is asked of model folders and tokenizers before anything is started.
 
-Reads configs, tokenizers and the headers of weight files; never the weights, and never code that
-comes with a model (``trust_remote_code`` is refused everywhere). A model is named by its folder or
-by a hub id; of a hub id only the small files are fetched here.
+Reads configs, tokenizers and the headers of weight files; never the weights. Code that comes with a
+model runs only where the recipe trusts it (``trust_code``). A model is named by its folder or by a
+hub id; of a hub id only the small files are fetched here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken")
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HUB_TIMEOUT_S = 5.0
 """What the hub may take to answer at all; it is asked once for each name."""
+NEEDS_CODE = (
+    "it needs Python code that comes with the model, which runs only when asked: read it, then set "
+    "student.trust_remote_code=true (or teacher.trust_remote_code=true) for the role that names it"
+)
 MADE_BY = "the demo models are made by 'rock-opd prepare-demo'"
 
 
@@ -61,6 +65,28 @@ class ModelFacts:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_number
 
 
+_TRUSTED: set[str] = set()
+
+
+def trust_code(*models: str) -> None:
+    """Lets Python code that comes with these models run in this process.
+
+    Only ever called with ``Recipe.trusted_models``: what ``trust_remote_code`` of the recipe names.
+    """
+    _TRUSTED.update(map(_plain_name, models))
+
+
+def is_trusted(model: str) -> bool:
+    """Whether code that comes with the model may run in this process: never, unless it was asked
+    for by ``trust_code``."""
+    return _plain_name(model) in _TRUSTED
+
+
+def _plain_name(model: str) -> str:
+    """One name for one folder, however it is written."""
+    return str(Path(model).resolve()) if Path(model).exists() else model
+
+
 def model_folder(model: str) -> Path:
     """The folder that holds the model's small files: ``model`` itself, or a hub snapshot of them.
 
@@ -81,14 +107,14 @@ def model_folder(model: str) -> Path:
         raise ModelError(f"model {model}: expected a folder, got a file; {MADE_BY}")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"model {model}: no such folder; {MADE_BY}")
-    found = _hub_snapshot(model)
+    found = _hub_snapshot(model, is_trusted(model))
     if isinstance(found, Path):
         return found
     raise ModelError(f"model {model}: no such folder here, and {found}; {MADE_BY}")
 
 
 @lru_cache(maxsize=64)
-def _hub_snapshot(model: str) -> Path | str:
+def _hub_snapshot(model: str, trusted: bool) -> Path | str:
     """The hub's small files of a model, or why there are none; asked once in a process."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import is_offline_mode
@@ -101,7 +127,11 @@ def _hub_snapshot(model: str) -> Path | str:
 
     try:
         return Path(
-            snapshot_download(model, allow_patterns=SMALL_FILES, etag_timeout=HUB_TIMEOUT_S)
+            snapshot_download(
+                model,
+                allow_patterns=[*SMALL_FILES, "*.py"] if trusted else SMALL_FILES,
+                etag_timeout=HUB_TIMEOUT_S,
+            )
         )
     except HFValidationError:
         return "it is no name that the hub could have"
@@ -121,19 +151,17 @@ def load_config(model: str) -> PreTrainedConfig:
     """The text model's config.
 
     Raises:
-        ModelError: unreadable, not a causal language model, or only usable with code from the hub.
+        ModelError: unreadable, not a causal language model, or only usable with code of its own.
     """
     from transformers import AutoConfig
 
     folder = model_folder(model)
     raw = _read_json(folder / "config.json", model)
-    if "auto_map" in raw and not _is_known(raw.get("model_type")):
-        raise ModelError(
-            f"model {model}: config.json cannot be used: it needs Python code that comes with the "
-            "model, which is never run here"
-        )
+    trusted = is_trusted(model)
+    if "auto_map" in raw and not trusted and not _is_known(raw.get("model_type")):
+        raise ModelError(f"model {model}: config.json cannot be used: {NEEDS_CODE}")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     except Exception as error:  # each architecture checks its fields in its own way
         raise ModelError(
             f"model {model}: config.json cannot be used: {first_line(error)}"
@@ -157,7 +185,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The model's own tokenizer.
 
     Raises:
-        ModelError: none there, or only usable with code from the hub.
+        ModelError: none there, or only usable with code of its own.
     """
     from transformers import AutoTokenizer
 
@@ -166,9 +194,10 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         # transformers 5 would make an empty tokenizer of the model's kind, without a word
         raise ModelError(f"model {model}: no usable tokenizer: the folder holds no tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=is_trusted(model))
     except Exception as error:  # tokenizer readers raise a dozen kinds, Rust's among them
-        raise ModelError(f"model {model}: no usable tokenizer: {first_line(error)}") from None
+        why = NEEDS_CODE if "trust_remote_code" in str(error) else first_line(error)
+        raise ModelError(f"model {model}: no usable tokenizer: {why}") from None
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -22,7 +22,7 @@ from rock_opd.footprint import (
     report_wire,
     short_count,
 )
-from rock_opd.inputs import role_problems
+from rock_opd.inputs import longest_tokens, role_problems
 from rock_opd.models import (
     ModelFacts,
     load_tokenizer,
@@ -30,6 +30,7 @@ from rock_opd.models import (
     num_real_ids,
     stop_token_ids,
     tokenizer_fingerprint,
+    trust_code,
 )
 from rock_opd.prompt_rows import Messages, render_chat
 from rock_opd.rocklist import read_ids
@@ -47,6 +48,7 @@ def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) ->
             checked where its models are not.
     """
     report = CheckReport() if report is None else report
+    trust_code(*recipe.trusted_models)
     report.add("ok", f"recipe {recipe.run.name}: every key and value is accepted")
     _check_packages(report)
     _check_parts(report, recipe)
@@ -61,6 +63,8 @@ def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) ->
     else:
         facts = _check_models(report, recipe)
         _check_data(report, recipe)
+        if recipe.teacher.remote and "teacher" in facts:
+            _check_servers(report, recipe)
     report_placement(report, recipe)
     report_wire(report, recipe, facts.get("teacher"))
     if "student" in facts and "teacher" in facts:
@@ -271,6 +275,19 @@ def _check_special_tokens(report: CheckReport, recipe: Recipe) -> None:
 def _tokens(ids: tuple[int, ...], model: str) -> str:
     tokenizer = load_tokenizer(model)
     return ", ".join(f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in ids)
+
+
+def _check_servers(report: CheckReport, recipe: Recipe) -> None:
+    from rock_opd.engines.http_teacher import check_server
+
+    problems = check_server(
+        recipe.teacher,
+        max_model_len=longest_tokens(recipe, "teacher"),
+        say=lambda line: report.add("ok", line),
+        doubt=lambda line: report.add("warn", line),
+    )
+    for problem in problems:
+        report.add("fail", problem)
 
 
 # --- data -----------------------------------------------------------------------------------------

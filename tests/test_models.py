@@ -172,7 +172,7 @@ def test_code_that_comes_with_a_model_is_never_run(copy, tmp_path):
     )
     trap = tmp_path / "ran"
     (model / "configuration_x.py").write_text(f"open({str(trap)!r}, 'w').close()\n")
-    assert "never run here" in refusal(load_config, model)
+    assert "runs only when asked" in refusal(load_config, model)
     assert not trap.exists()
 
 

@@ -280,7 +280,8 @@ def check_server(
     cfg: TeacherConfig,
     *,
     max_model_len: int | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    doubt: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
     """What is wrong with the servers of ``teacher.urls``, a line each; empty: nothing.
 
@@ -293,7 +294,8 @@ def check_server(
     Args:
         max_model_len: longest sequence on the teacher's side, plus 1 (as for ``TeacherWorker``);
             None: not checked.
-        say: told what is well, and what could not be told, a line each.
+        say: told what is well, a line each.
+        doubt: told what could not be checked, and what is unwise.
     """
     timeout_s = min(cfg.request_timeout_s, CHECK_TIMEOUT_S)
     try:
@@ -312,10 +314,9 @@ def check_server(
             problems.append(str(error))
             continue
         served.append(found)
-        if say is not None:
-            say(f"teacher server {replica.url} serves '{found.name}'")
-            for notice in found.notices:
-                say(notice)
+        say(f"teacher server {replica.url} serves '{found.name}'")
+        for notice in found.notices:
+            doubt(notice)
     return problems + [str(error) for error in _disagreements(served)]
 
 

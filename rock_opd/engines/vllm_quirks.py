@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rock_opd.errors import ConfigError, ModelError
-from rock_opd.models import load_config
+from rock_opd.models import is_trusted, load_config
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -119,6 +119,8 @@ def start_llm(
     return LLM(
         model=model,
         dtype=dtype,
+        load_format="safetensors",  # pickles can run code
+        trust_remote_code=is_trusted(model),
         # The pooling runner asks for a tokenizer even where only ids come in (vLLM 0.31).
         skip_tokenizer_init=more.get("runner") != "pooling",
         tensor_parallel_size=tensor_parallel,
