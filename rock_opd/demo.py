@@ -327,7 +327,7 @@ def drop_layer(source: Path, out: Path, layer: int) -> None:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True)
     num_layers = model.config.num_hidden_layers
     if not 0 <= layer < num_layers:
         raise ModelError(f"model {source} has layers 0 to {num_layers - 1}, got {layer}")

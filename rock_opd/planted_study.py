@@ -146,7 +146,7 @@ def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
     inputs = load_inputs(recipe)
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(part.model, dtype=torch.float32)
+        AutoModelForCausalLM.from_pretrained(part.model, dtype=torch.float32, use_safetensors=True)
         for part in (recipe.student, recipe.teacher)
     )
     roles = LocalRoles(
