@@ -1,19 +1,21 @@
-"""Checkpoints of a whole run: written aside, renamed when whole, found again by the newest whole
-one.
+"""Checkpoints of a whole run: what is in one, and which one to go on from.
 
-``checkpoints/step_000012/`` holds ``student/`` (DeepSpeed's own: weights, moments, RNG),
-``state.json`` (numbers and text) and ``state.npz`` (arrays). A folder without ``complete.json`` is
-never read.
+``checkpoints/step_000012/`` holds ``student/`` (float32 weights and moments, see
+``engines.student_state``), ``state.json`` (numbers and text), ``state.npz`` (arrays), and
+``complete.json``: every file's size and digest, written last. A folder without it is never read; of
+one whose files are others by now nothing is used, and the one before it serves. ``saver`` writes
+them.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,22 +25,25 @@ import numpy as np
 from rock_opd.config import Recipe
 from rock_opd.core.policies import TokenPolicy
 from rock_opd.core.registry import Registry
+from rock_opd.durable import (
+    FileFacts,
+    digest,
+    file_facts,
+    first_difference,
+    storing,
+    sync,
+    total_bytes,
+    write_text,
+)
 from rock_opd.errors import DataError
 from rock_opd.evaluate import HeldoutKL
+from rock_opd.journal import pack_rollouts, unpack_rollouts
 from rock_opd.probe import ProbeSet
-from rock_opd.runlog import to_json, write_atomic
+from rock_opd.runlog import to_json
 from rock_opd.types import Rollout
 
-FORMAT = 2
-ROLLOUT_FIELDS = (
-    "prompt_id",
-    "sample_idx",
-    "finish_reason",
-    "policy_version",
-    "prompt_len",
-    "teacher_id",
-)
-ROLLOUT_ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}
+FORMAT = 3
+COMPLETE = "complete.json"
 
 
 @dataclass
@@ -54,15 +59,25 @@ class RunState:
     num_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     frozen_share: list[float] = field(default_factory=list)
+    num_bad_steps: int = 0
+    """Steps skipped because their loss or gradient was no finite number ..."""
+    bad_in_a_row: int = 0
+    """... and how many of them stand at the end."""
+    alarms: dict[str, Any] = field(default_factory=dict)
+    """``core.alarms.Alarms.state_dict``."""
 
 
-NUMBERS = ("step", "num_updates", "num_tokens", "best_accuracy", "seconds", "frozen_share")
+NUMBERS = (
+    *("step", "num_updates", "num_tokens", "best_accuracy", "seconds", "frozen_share"),
+    *("num_bad_steps", "bad_in_a_row", "alarms"),
+)
 
 
 def pack_state(
     state: RunState, registry: Registry, policy: TokenPolicy, fingerprints: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The coordinator's side of a checkpoint: JSON-able numbers, and arrays kept exactly.
+    """The coordinator's side of a checkpoint: JSON-able numbers, and arrays kept exactly; copies,
+    so that the run may go on while they are written.
 
     Args:
         fingerprints: what must be the same when the run goes on.
@@ -84,47 +99,7 @@ def pack_state(
     for name, rollouts in (("heldout", state.heldout), ("probe", state.probe.rollouts)):
         numbers[name], packed = pack_rollouts(rollouts)
         arrays |= {f"{name}.rollouts.{column}": values for column, values in packed.items()}
-    return numbers, arrays
-
-
-def pack_rollouts(
-    rollouts: list[Rollout],
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Rollouts as one JSON-able row each, and their arrays laid flat, kept exactly."""
-    prefixes = [rollout.teacher_prefix_ids for rollout in rollouts]
-    arrays = {
-        "lengths": np.array([len(rollout.token_ids) for rollout in rollouts], np.int64),
-        "prefix_lengths": np.array([-1 if p is None else len(p) for p in prefixes], np.int64),
-        "prefix_ids": _flat([p for p in prefixes if p is not None], np.int32),
-        **{
-            name: _flat([getattr(rollout, name) for rollout in rollouts], dtype)
-            for name, dtype in ROLLOUT_ARRAYS.items()
-        },
-    }
-    return [{name: getattr(r, name) for name in ROLLOUT_FIELDS} for r in rollouts], arrays
-
-
-def unpack_rollouts(rows: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Rollout]:
-    """The inverse of ``pack_rollouts``."""
-    lengths, prefix_lengths = arrays["lengths"], arrays["prefix_lengths"]
-    columns = {name: _cut(arrays[name], lengths) for name in ROLLOUT_ARRAYS}
-    prefixes = _cut(arrays["prefix_ids"], np.maximum(prefix_lengths, 0))
-    return [
-        Rollout(
-            **row,
-            **{name: parts[i] for name, parts in columns.items()},
-            teacher_prefix_ids=prefixes[i] if prefix_lengths[i] >= 0 else None,
-        )
-        for i, row in enumerate(rows)
-    ]
-
-
-def _flat(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
-
-
-def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    return copy.deepcopy(numbers), {name: values.copy() for name, values in arrays.items()}
 
 
 def unpack_state(
@@ -195,85 +170,114 @@ def identity(recipe: Recipe) -> dict[str, Any]:
         kept |= {f"{section}.{f.name}": getattr(part, f.name) for f in fields(part)}
     for key in ("policy.ids_file", "policy.guard_file"):
         kept[key] = None  # where a list lies is no matter: its ids are in the mask, or compared
+    del kept["optim.max_bad_steps"]  # patience, not mathematics
     return to_json(kept)
 
 
-def checkpoint_dir(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step:06d}"
+def write_state(
+    folder: Path, numbers: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> dict[str, FileFacts]:
+    """Writes what ``pack_state`` gave; what the files are, by name.
+
+    Raises:
+        StorageError: they could not be written.
+    """
+    text = json.dumps(to_json(numbers))
+    with storing("checkpoint", folder, needed=len(text) + total_bytes(arrays.values())):
+        with (folder / "state.npz").open("wb") as file:
+            np.savez(file, **arrays)
+        sync(folder / "state.npz")
+        write_text(folder / "state.json", text)
+        return {name: file_facts(folder / name) for name in ("state.npz", "state.json")}
 
 
-def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    *,
-    numbers: dict[str, Any],
-    arrays: dict[str, np.ndarray],
-    save_student: Callable[[Path], None],
-    keep_last: int,
-) -> Path:
-    """Writes one checkpoint and prunes older ones.
+def seal(folder: Path, step: int, files: dict[str, FileFacts]) -> None:
+    """Says of a folder that it is whole: nothing is written to it after this.
 
     Args:
-        numbers: JSON-able state of the coordinator.
-        arrays: its arrays, kept exactly.
-        save_student: called with the folder the student ranks write to.
-        keep_last: checkpoints kept; 0 keeps all.
+        files: everything in it, by path relative to it.
     """
-    final = checkpoint_dir(run_dir, step)
-    partial = final.with_name(final.name + ".partial")
-    for leftover in final.parent.glob("*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        (partial / "student").mkdir(parents=True)
-        save_student(partial / "student")
-        np.savez(partial / "state.npz", **arrays)
-        write_atomic(partial / "state.json", json.dumps(to_json(numbers)))
-        write_atomic(partial / "complete.json", json.dumps({"format": FORMAT, "step": step}))
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk above all
-        raise
-    replaced = final.with_name(final.name + ".old.partial")
-    if final.exists():
-        os.replace(final, replaced)
-    os.replace(partial, final)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if keep_last:
-        for _, old in list_checkpoints(run_dir)[:-keep_last]:
-            shutil.rmtree(old, ignore_errors=True)
-    return final
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "files": {name: [f.num_bytes, f.digest] for name, f in sorted(files.items())},
+    }
+    write_text(folder / COMPLETE, json.dumps({**content, "digest": _seal_digest(content)}))
+
+
+def _seal_digest(content: dict[str, Any]) -> str:
+    return digest(json.dumps(content, sort_keys=True).encode())
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """Whole checkpoints, oldest first."""
+    """Checkpoints that were written to their end, oldest first; files are not looked at."""
     found = []
     for path in (run_dir / "checkpoints").glob("step_*"):
         match = re.fullmatch(r"step_(\d+)", path.name)
-        if match and (path / "complete.json").is_file():
+        if match and (path / COMPLETE).is_file():
             found.append((int(match[1]), path))
     return sorted(found)
 
 
-def load_checkpoint(run_dir: Path) -> tuple[int, Path, dict[str, Any], dict[str, np.ndarray]]:
-    """The newest whole checkpoint: step, folder, numbers, arrays.
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The checkpoint to go on from."""
+
+    step: int
+    path: Path
+    numbers: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    refused: list[tuple[Path, str]]
+    """Newer ones that are not whole, and why, newest first."""
+
+
+def load_checkpoint(run_dir: Path) -> Loaded:
+    """The newest checkpoint whose every file is as it was written.
 
     Raises:
-        DataError: there is none, or its format is another one.
+        DataError: there is none; the message says what is wrong with each.
     """
-    found = list_checkpoints(run_dir)
-    if not found:
+    refused: list[tuple[Path, str]] = []
+    for step, path in reversed(list_checkpoints(run_dir)):
+        try:
+            why = _flaw(path, step)
+            if why is None:
+                with np.load(path / "state.npz", allow_pickle=False) as npz:
+                    arrays = {name: npz[name] for name in npz.files}
+                numbers = json.loads((path / "state.json").read_text(encoding="utf-8"))
+                return Loaded(step=step, path=path, numbers=numbers, arrays=arrays, refused=refused)
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            why = f"it cannot be read ({' '.join(str(error).split())})"
+        refused.append((path, why))
+    if refused:
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in refused)
         raise DataError(
-            f"resume: no whole checkpoint under {run_dir / 'checkpoints'}; start without "
-            "resume=true, or set checkpoint.every so that there will be one"
+            f"resume: no checkpoint under {run_dir / 'checkpoints'} is whole ({reasons}); start "
+            "over under another run.name"
         )
-    step, path = found[-1]
-    try:
-        written = json.loads((path / "complete.json").read_text())["format"]
-        if written != FORMAT:
-            raise DataError(f"checkpoint {path}: format {written}, this version reads {FORMAT}")
-        with np.load(path / "state.npz", allow_pickle=False) as npz:
-            arrays = {name: npz[name] for name in npz.files}
-        return step, path, json.loads((path / "state.json").read_text()), arrays
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"checkpoint {path} is damaged ({error}); remove it to go on from the one before"
-        ) from None
+    raise DataError(
+        f"resume: no whole checkpoint under {run_dir / 'checkpoints'}; start without "
+        "resume=true, or set checkpoint.every so that there will be one"
+    )
+
+
+def _flaw(path: Path, step: int) -> str | None:
+    """Why a checkpoint must not be used; None when it may."""
+    content = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+    if content.get("format") != FORMAT:
+        return f"format {content.get('format')}, this version reads {FORMAT}"
+    if content.pop("digest", None) != _seal_digest(content) or content["step"] != step:
+        return f"{COMPLETE} was changed after it was written"
+    files = {
+        name: FileFacts(num_bytes=num, digest=found)
+        for name, (num, found) in content["files"].items()
+    }
+    return first_difference(path, files)
+
+
+def set_aside(path: Path) -> None:
+    """Renames a checkpoint that must not be used, for a person to look at: ``.damaged``."""
+    aside = path.with_name(path.name + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):  # a read-only folder: it is refused again next time
+        os.replace(path, aside)

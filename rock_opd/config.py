@@ -33,6 +33,8 @@ PROBE_LOSSES = ("kl", "logratio")
 PAYLOADS = ("sampled", "topk_tail", "hidden")
 TEACHER_ENGINES = ("hidden", "prompt_logprobs", "http")
 COLOCATE = ("all", "teacher_rollout", "none")
+STRATEGIES = ("pack", "spread", "strict_pack", "strict_spread")
+NODE_GROUP = r"[A-Za-z0-9][A-Za-z0-9._/-]*(=[A-Za-z0-9][A-Za-z0-9._-]*)?"
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -122,6 +124,18 @@ class RunConfig:
     """Time limit for starting a role (loading a model included)."""
     phase_timeout_s: float = 3600.0
     """Time limit for one phase of one step."""
+    stall_timeout_s: float = 60.0
+    """An actor whose process stands still (stopped by a signal or frozen) for so long counts as
+    lost."""
+    max_replacements: int = 3
+    """How often in a row one rollout worker or teacher is started again before the run goes back
+    to its last checkpoint."""
+    max_restarts: int = 3
+    """How often in a row the run starts again from the same step after it lost a student rank or
+    the coordinator; 0: never."""
+    grace_s: float = 30.0
+    """After SIGTERM: seconds to end the step and save; then the run leaves, and its last checkpoint
+    stands."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
@@ -138,6 +152,10 @@ class RunConfig:
         _choice("run.device", self.device, DEVICES)
         _at_least("run.start_timeout_s", self.start_timeout_s, 1)
         _at_least("run.phase_timeout_s", self.phase_timeout_s, 1)
+        _at_least("run.stall_timeout_s", self.stall_timeout_s, 1)
+        _at_least("run.max_replacements", self.max_replacements, 0)
+        _at_least("run.max_restarts", self.max_restarts, 0)
+        _at_least("run.grace_s", self.grace_s, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +193,8 @@ class StudentConfig:
     """Folder or hub id."""
     from_run: str | None = None
     """Folder of a finished run whose student is the starting point, in place of ``model``."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; read it first."""
     dtype: str = "auto"
     """bfloat16, float32, or auto: bfloat16 on CUDA and on CPUs with native bf16 matrix units."""
     num_ranks: int = 1
@@ -223,6 +243,9 @@ class OptimConfig:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradient clipping by global norm; 0 turns it off."""
+    max_bad_steps: int = 0
+    """Steps in a row with a loss or gradient that is no finite number which are skipped, and
+    counted, before the run stops; 0: it stops at the first."""
 
     def __post_init__(self) -> None:
         _within("optim.lr", self.lr, 0.0, 1.0, open_low=True)
@@ -234,6 +257,7 @@ class OptimConfig:
         _within("optim.eps", self.eps, 0.0, 1.0, open_low=True)
         _at_least("optim.weight_decay", self.weight_decay, 0)
         _at_least("optim.max_grad_norm", self.max_grad_norm, 0)
+        _at_least("optim.max_bad_steps", self.max_bad_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,6 +315,8 @@ class TeacherConfig:
 
     model: str = "???"
     """Folder or hub id; with engine http only its config and tokenizer are read."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; read it first."""
     num_replicas: int = 1
     """Teacher actors; with engine http: processes that ask the servers."""
     tensor_parallel: int = 1
@@ -575,12 +601,51 @@ class CheckpointConfig:
     """Steps between two resumable checkpoints; 0: only on interruption and at the end."""
     keep_last: int = 2
     """Resumable checkpoints kept; 0 keeps all."""
+    save_hf_every: int = 0
+    """Steps between two copies of the student for serving, ``hf/step_000010/``; 0: none."""
+    keep_hf: int = 2
+    """Such copies kept; 0 keeps all."""
     keep_best: bool = True
     """Keep the student of the best evaluation as ``best/`` when there is one."""
+    background: bool = True
+    """Go on with the next step while files are written, from a copy in host memory (12 bytes a
+    parameter, shared by all ranks; for ``hf`` the model once more on rank 0)."""
+    on_error: str = "stop"
+    """When a file of the run cannot be written (a full disk): stop, or warn: say so each time and
+    go on; the last whole checkpoint stays either way."""
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.every", self.every, 0)
         _at_least("checkpoint.keep_last", self.keep_last, 0)
+        _at_least("checkpoint.save_hf_every", self.save_hf_every, 0)
+        _at_least("checkpoint.keep_hf", self.keep_hf, 0)
+        _choice("checkpoint.on_error", self.on_error, ("stop", "warn"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlarmConfig:
+    """When a number of a run is told to the person watching, once per crossing; 0 turns that one
+    off. Nothing is stopped."""
+
+    window: int = 50
+    """Steps behind a running median."""
+    grad_norm_factor: float = 10.0
+    """Times the running median of ``train/grad_norm``."""
+    gap_factor: float = 3.0
+    """Times the running median of ``sync/logprob_gap_mean`` ..."""
+    gap_floor: float = 0.02
+    """... where the gap is larger than this, in nats."""
+    truncated_share: float = 0.9
+    """Of responses that hit the length limit."""
+    repetition_share: float = 0.3
+    """Of 4-grams that stood in their response before."""
+
+    def __post_init__(self) -> None:
+        _at_least("alarm.window", self.window, 1)
+        for key in ("grad_norm_factor", "gap_factor", "gap_floor"):
+            _at_least(f"alarm.{key}", getattr(self, key), 0)
+        for key in ("truncated_share", "repetition_share"):
+            _within(f"alarm.{key}", getattr(self, key), 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -596,14 +661,62 @@ class PlacementConfig:
     """CPUs reserved per teacher actor."""
     student_cpus: float = 1.0
     """CPUs reserved per student rank."""
+    coordinator_cpus: float = 0.0
+    """CPUs reserved for the coordinator."""
+    coordinator_memory_gb: float = 0.0
+    """Memory (GiB) reserved for the coordinator: Ray puts no other reservation on it."""
     threads: int = 1
     """OMP threads of each role's process on CPU."""
+    strategy: str = "pack"
+    """How actors spread over nodes: pack (few nodes), spread (many), strict_pack (one),
+    strict_spread (each on its own)."""
+    rollout_on: str | None = None
+    """Nodes for the rollout actors: a custom resource they offer (`gpu_small`) or a label they bear
+    (`pool=small`); None: any."""
+    teacher_on: str | None = None
+    """Nodes for the teachers, as for ``rollout_on``."""
+    student_on: str | None = None
+    """Nodes for the student ranks, as for ``rollout_on``."""
+    coordinator_on: str | None = None
+    """Nodes for the coordinator, as for ``rollout_on``."""
+    wait_for_nodes: bool = False
+    """Wait up to run.start_timeout_s for nodes to join a cluster too small for the run (an
+    autoscaler's); otherwise it is refused at once."""
 
     def __post_init__(self) -> None:
         _choice("placement.colocate", self.colocate, COLOCATE)
-        for key in ("rollout_cpus", "teacher_cpus", "student_cpus"):
+        _choice("placement.strategy", self.strategy, STRATEGIES)
+        for key in (
+            *("rollout_cpus", "teacher_cpus", "student_cpus"),
+            *("coordinator_cpus", "coordinator_memory_gb"),
+        ):
             _at_least(f"placement.{key}", getattr(self, key), 0)
         _at_least("placement.threads", self.threads, 1)
+        groups = {
+            f"{role}_on": getattr(self, f"{role}_on")
+            for role in ("rollout", "teacher", "student", "coordinator")
+        }
+        for key, on in groups.items():
+            if on is not None and not re.fullmatch(NODE_GROUP, on):
+                raise ConfigError(
+                    f"placement.{key} must name a custom resource (gpu_small) or a label "
+                    f"(pool=small), got '{on}'"
+                )
+            if on in ("CPU", "GPU", "memory", "object_store_memory"):
+                raise ConfigError(
+                    f"placement.{key} must be a custom resource that marks nodes, got Ray's own "
+                    f"'{on}'"
+                )
+        sharing = {
+            "all": ("rollout", "teacher", "student"),
+            "teacher_rollout": ("rollout", "teacher"),
+        }
+        shared = {groups[f"{role}_on"] for role in sharing.get(self.colocate, ())}
+        if len(shared) > 1:
+            raise ConfigError(
+                f"placement.colocate={self.colocate}: roles that share GPUs stand on the same "
+                "nodes, but " + ", ".join(f"{k}={v}" for k, v in groups.items())
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -645,6 +758,7 @@ class Recipe:
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    alarm: AlarmConfig = field(default_factory=AlarmConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     log: LogConfig = field(default_factory=LogConfig)
     resume: bool = False
@@ -692,6 +806,14 @@ class Recipe:
                 f"needs a student rank: student.num_ranks={self.student.num_ranks}, but "
                 f"rollout.num_workers x rollout.tensor_parallel = {rollout_gpus}"
             )
+        narrow, wide = sorted((self.rollout.tensor_parallel, self.teacher.tensor_parallel))
+        if self.placement.colocate != "none" and self.samples and wide % narrow:
+            raise ConfigError(
+                f"placement.colocate={self.placement.colocate}: the GPUs of one engine must be "
+                "whole engines of the other role: of rollout.tensor_parallel="
+                f"{self.rollout.tensor_parallel} and teacher.tensor_parallel="
+                f"{self.teacher.tensor_parallel}, one must divide the other"
+            )
         if self.placement.colocate != "none" and self.run.device == "cpu":
             raise ConfigError("placement.colocate shares GPUs; on run.device=cpu it must be none")
         if (
@@ -710,6 +832,11 @@ class Recipe:
         """Whether the run needs rollout workers: to train, or to evaluate."""
         evaluates = self.eval.num_heldout > 0 or self.eval.problems is not None
         return self.data.source == "student" or evaluates
+
+    @property
+    def trusted_models(self) -> tuple[str, ...]:
+        """Models whose own Python code may run."""
+        return tuple(r.model for r in (self.student, self.teacher) if r.trust_remote_code)
 
     @property
     def uses_probe(self) -> bool:

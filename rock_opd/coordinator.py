@@ -9,25 +9,29 @@ only. The loop knows records and groups of roles, no Ray.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rock_opd.checkpoint import (
     RunState,
     identity,
+    list_checkpoints,
     load_checkpoint,
     pack_state,
-    save_checkpoint,
+    set_aside,
     unpack_state,
 )
 from rock_opd.config import Recipe
+from rock_opd.core.alarms import Alarms
 from rock_opd.core.batching import build_batches, flatten, scatter, total_weight
 from rock_opd.core.metrics import (
     Metrics,
@@ -39,7 +43,8 @@ from rock_opd.core.metrics import (
 from rock_opd.core.policies import audit_rng, make_policy
 from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.data import given_rollouts
-from rock_opd.errors import NumericsError
+from rock_opd.durable import digest, replace_folder, storing
+from rock_opd.errors import NumericsError, RockOPDError, StorageError
 from rock_opd.evaluate import (
     Grader,
     answer_problems,
@@ -50,17 +55,26 @@ from rock_opd.evaluate import (
     sample_answers,
 )
 from rock_opd.inputs import Inputs
+from rock_opd.journal import Journal
 from rock_opd.measure import Measured, deal_rollouts, measure
 from rock_opd.probe import context_facts, reservoir_rng, window_encoder
 from rock_opd.runlog import OccurrenceLog, RunLog, type_rows
+from rock_opd.saver import Saved, Saver
 from rock_opd.types import (
     FreezeMask,
     Prompt,
     Rollout,
     SampleRequest,
     StepResult,
+    StepSignals,
     TeacherScores,
+    TokenWeights,
+    TrainBatch,
 )
+
+if TYPE_CHECKING:
+    from rock_opd.actors.fleet import Replacement
+    from rock_opd.actors.processes import Process
 
 ROLES_OF_PHASE = {
     "probe": ("teacher",),
@@ -92,9 +106,38 @@ class Progress:
     phase: str = "reading"
     lines: list[StepLine | str] = field(default_factory=list)
     """Finished steps and notes, in order."""
+    step: int = 0
+    """The step the run is in."""
+    since: float = 0.0
+    """When the phase began, in seconds since the epoch."""
+    first_step: int | None = None
+    """The step it goes on from; None until it knows."""
+    processes: tuple[Process, ...] = ()
+    """The coordinator's own and those of the roles, as far as they are started."""
+    on_phase: Callable[[Progress], None] | None = None
+    """Told of every new phase."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "phase":
+            self.since = time.time()
+            if self.on_phase is not None:
+                self.on_phase(self)
 
     def say(self, text: str) -> None:
         self.lines.append(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """A run that had to start again, as its driver knows it."""
+
+    number: int
+    """1 for the first of the run."""
+    cause: str
+    """On one line."""
+    failed_at: float
+    """Seconds since the epoch."""
 
 
 class Coordinator:
@@ -110,7 +153,12 @@ class Coordinator:
         grader: Grader,
         progress: Progress,
         stop: threading.Event,
+        restarts: Sequence[Restart] = (),
     ) -> None:
+        """
+        Args:
+            restarts: what the run has been through.
+        """
         self.recipe, self.inputs, self.roles = recipe, inputs, roles
         self.num_steps, self.grader, self.progress, self.stop = num_steps, grader, progress, stop
         self.registry = Registry(inputs.num_real_ids, decay=recipe.policy.decay)
@@ -143,7 +191,19 @@ class Coordinator:
             )
         if recipe.log.occurrences:
             self._occurrences = OccurrenceLog(recipe, inputs.tokenizer, inputs.num_real_ids)
+        self._restarts = restarts
+        self._log_open = False
+        self._replacements: list[Replacement] = []
+        roles.replaced = self._replaced
         self.state = RunState()
+        self._alarms = Alarms(recipe.alarm)
+        self._saver = Saver(
+            recipe.run_dir,
+            recipe.checkpoint,
+            roles.students,
+            timeout_s=recipe.run.phase_timeout_s,
+        )
+        self._telling = False
         self._clock: dict[str, float] = {}
         self._saved_step = -1
         self._accuracy: tuple[int, float] | None = None
@@ -157,11 +217,31 @@ class Coordinator:
             The summary, as written to ``summary.json``.
         """
         resumed = self._resume() if self.recipe.resume else None
-        self.log = RunLog(self.recipe, resume_step=resumed)
-        if resumed is not None:
-            self.log.event("resume", self.state.step, num_updates=self.state.num_updates)
+        self.log = RunLog(
+            self.recipe,
+            resume_step=None if resumed is None else self.state.step,
+            on_error=self._cannot_store,
+        )
+        fingerprint = digest(json.dumps(self._fingerprints(), sort_keys=True).encode())
+        self._journal = Journal(self.recipe.run_dir, fingerprint=fingerprint)
+        if resumed is None:
+            self._journal.clear()
+        else:
+            self.log.event(
+                "resume", self.state.step, num_updates=self.state.num_updates, refused=resumed
+            )
+        self.progress.first_step = self.progress.step = self.state.step
+        self._tell_faults(resumed is not None)
         if self.state.step == 0 and not self.state.heldout and not self.stop.is_set():
             self._measure_heldout_before()
+        try:
+            self._train()
+        except (NumericsError, StorageError):
+            self._keep_what_is_written()
+            raise
+        return self._finish()
+
+    def _train(self) -> None:
         started, first = time.monotonic(), self.state.step
         last = min(self.num_steps, self.recipe.run.stop_after or self.num_steps)
         while self.state.step < last and not self.stop.is_set():
@@ -179,13 +259,15 @@ class Coordinator:
             )
             if self._due(self.recipe.eval.every):
                 self._evaluate()
-            if self._due(self.recipe.checkpoint.every):
-                self._save()
-        return self._finish()
+            self._save(
+                checkpoint=self._due(self.recipe.checkpoint.every),
+                hf=self._due(self.recipe.checkpoint.save_hf_every),
+            )
 
     def _step(self, step: int) -> Metrics:
         """One step; returns its metrics."""
         recipe, state = self.recipe, self.state
+        self.progress.step = step
         self._clock = {}
         step_started = time.monotonic()
 
@@ -222,40 +304,31 @@ class Coordinator:
 
         # 5. the student learns from the rows that weigh something
         with self._phase("train"):
-            trains = weights.weight.sum() > 0
-            if trains:
-                results = self.roles.students.train_step(
-                    batches, total_weight=denominator, mask_version=self.policy.mask.version
-                )
-                state.num_updates += 1
-            else:
-                results = self.roles.students.measure(batches)
-                self.log.event(
-                    "skip", step, reason="every position is frozen", num_tokens=signals.num_tokens
-                )
+            results, updated = self._learn(batches, weights, denominator, signals, step)
         reprefilled = self.roles.teachers.clear()
 
         # 6. what was measured goes into the registry
         kl = scatter(results, signals.num_tokens, "kl")
-        self.registry.update(
-            TokenStats.from_rows(
-                signals.token_ids,
-                kl,
-                weights.measure,
-                signals.student_logprobs - signals.teacher_logprobs,
-                num_types=self.inputs.num_real_ids,
-            )
-        )
         logprobs = scatter(results, signals.num_tokens, "logprobs")
         measured = Measured(signals=signals, kl=kl, logprobs=logprobs, entropy=None)
-        if recipe.uses_probe and step <= recipe.policy.warmup_steps:
-            state.probe.collect(rollouts, measured, recipe.probe)
+        if results:
+            self.registry.update(
+                TokenStats.from_rows(
+                    signals.token_ids,
+                    kl,
+                    weights.measure,
+                    signals.student_logprobs - signals.teacher_logprobs,
+                    num_types=self.inputs.num_real_ids,
+                )
+            )
+            if recipe.uses_probe and step <= recipe.policy.warmup_steps:
+                state.probe.collect(rollouts, measured, recipe.probe)
         gap = gap_metrics(logprobs, signals)
         self._check_gap(gap, step)
 
         # 7. the new weights go back to every rollout worker
         with self._phase("sync"):
-            if trains and self._push_weights():
+            if updated and self._push_weights():
                 self.log.event("sync", step, version=state.num_updates)
 
         self._clock["step"] = time.monotonic() - step_started
@@ -265,6 +338,7 @@ class Coordinator:
         values = {
             **train_metrics(results, weights, kl, denominator, recipe.optim.max_grad_norm),
             "train/num_updates": state.num_updates,
+            "train/bad_steps": state.num_bad_steps,
             **freeze_metrics(signals, weights, self.policy.mask),
             **weights.metrics,
             **rollout_metrics(rollouts),
@@ -282,8 +356,10 @@ class Coordinator:
             state.seconds[name] = state.seconds.get(name, 0.0) + seconds
         state.frozen_share.append(values["freeze/type_share"])
         self.log.metrics(step, values)
-        if recipe.log.occurrences:
-            self._occurrences.write(step, rollouts, measured, weights)
+        self._sound_alarms(values, step)
+        if recipe.log.occurrences and results:
+            with self._disk():
+                self._occurrences.write(step, rollouts, measured, weights)
         if step % recipe.log.registry_every == 0:
             self._snapshot()
         return values
@@ -329,8 +405,16 @@ class Coordinator:
         ]
 
     def _sample(self, prompts: list[Prompt], step: int) -> list[Rollout]:
+        """The step's rollouts, in the journal before anything is learned from them; those that a
+        run which broke off had sampled are taken again."""
         cfg = self.recipe.rollout
         requests = self._requests(prompts, cfg.samples_per_prompt, step=step)
+        found = self._journal.read(step, self.state.num_updates, requests)
+        if found.refused is not None:
+            self.progress.say(found.refused)
+        if found.rollouts is not None:
+            self.log.event("replay", step, num_rollouts=len(found.rollouts))
+            return found.rollouts
         rollouts = sample_answers(self.roles, requests, cfg)
         stale = sorted({r.policy_version for r in rollouts} - {self.state.num_updates})
         if stale:
@@ -338,7 +422,55 @@ class Coordinator:
                 f"step {step}: rollouts sampled with policy v{stale}, the trainer is at "
                 f"v{self.state.num_updates}"
             )
+        with self._disk():
+            self._journal.write(step, self.state.num_updates, rollouts)
         return rollouts
+
+    def _learn(
+        self,
+        batches: list[list[TrainBatch]],
+        weights: TokenWeights,
+        denominator: float,
+        signals: StepSignals,
+        step: int,
+    ) -> tuple[list[StepResult], bool]:
+        """One update, or a reason for none; what the ranks report (nothing of a bad step), and
+        whether the weights moved."""
+        state, patience = self.state, self.recipe.optim.max_bad_steps
+        if weights.weight.sum() == 0:
+            self.log.event(
+                "skip", step, reason="every position is frozen", num_tokens=signals.num_tokens
+            )
+            return self.roles.students.measure(batches), False
+        try:
+            results = self.roles.students.train_step(
+                batches, total_weight=denominator, mask_version=self.policy.mask.version
+            )
+        except NumericsError as error:
+            state.num_bad_steps += 1
+            state.bad_in_a_row += 1
+            if state.bad_in_a_row > patience:
+                raise NumericsError(
+                    f"step {step}: {error} (bad step {state.bad_in_a_row} in a row, "
+                    f"optim.max_bad_steps={patience})"
+                ) from None
+            self.progress.say(
+                f"step {step} is skipped, {state.bad_in_a_row} in a row of at most {patience}: "
+                f"{error}"
+            )
+            self.log.event("bad_step", step, reason=str(error), in_a_row=state.bad_in_a_row)
+            return [], False
+        state.bad_in_a_row = 0
+        state.num_updates += 1
+        return results, True
+
+    def _sound_alarms(self, values: Metrics, step: int) -> None:
+        for alarm in self._alarms.observe(values):
+            self.progress.say(
+                f"step {step}: alarm: {alarm.metric} is {alarm.value:.3g}, above "
+                f"{alarm.bound:.3g}: {alarm.meaning}"
+            )
+            self.log.event("alarm", step, metric=alarm.metric, value=alarm.value, bound=alarm.bound)
 
     def _tell_mask(self, old: FreezeMask, mask: FreezeMask, step: int) -> None:
         """A new mask version: who froze, who thawed, with the numbers that decided it."""
@@ -391,6 +523,42 @@ class Coordinator:
         text = [self.inputs.tokenizer.decode([int(i)]) for i in columns["token_id"]]
         self.log.registry(self.state.step, {"text": text, **columns})
 
+    # ---------------------------------------------------------------- what was lost
+
+    def _tell_faults(self, resumed: bool) -> None:
+        """What happened before there was a log to write it into. Of the restarts a resumed run's
+        log has the older ones."""
+        for restart in self._restarts[-1:] if resumed else self._restarts:
+            self.log.event(
+                "restart",
+                self.state.step,
+                number=restart.number,
+                cause=restart.cause,
+                seconds=time.time() - restart.failed_at,
+            )
+        self._log_open = True
+        for replacement in self._replacements:
+            self._log_replacement(replacement)
+
+    def _replaced(self, replacement: Replacement) -> None:
+        """An actor was lost, and another one has its place."""
+        self.progress.say(f"step {self.progress.step}: {replacement}")
+        self._replacements.append(replacement)
+        if self._log_open:
+            self._log_replacement(replacement)
+
+    def _log_replacement(self, replacement: Replacement) -> None:
+        process = replacement.process
+        self.log.event(
+            "replace",
+            self.progress.step,
+            role=process.role,
+            index=process.index,
+            phase=replacement.phase,
+            cause=replacement.cause,
+            seconds=replacement.seconds,
+        )
+
     # ---------------------------------------------------------------- held out, evaluation
 
     def _measure_heldout_before(self) -> None:
@@ -421,8 +589,7 @@ class Coordinator:
         if best:
             state.best_accuracy = accuracy
             if self.recipe.checkpoint.keep_best:
-                self.roles.turn("student")
-                self.roles.students.save_hf(self.recipe.run_dir / "best")
+                self._save_model("best")
         return accuracy
 
     # ---------------------------------------------------------------- checkpoint, resume, end
@@ -443,44 +610,124 @@ class Coordinator:
             **identity(self.recipe),
         }
 
-    def _save(self) -> None:
+    def _save(self, *, checkpoint: bool = True, hf: bool = False) -> None:
+        """Begins what is due; the round before must be on disk first."""
         state = self.state
-        if self._saved_step == state.step:
+        if not hf and (not checkpoint or self._saved_step == state.step):
             return
-        started = time.monotonic()
+        self._end_saving()
         self.progress.phase = "checkpoint"
-        numbers, arrays = pack_state(state, self.registry, self.policy, self._fingerprints())
         self.roles.turn("student")
-        path = save_checkpoint(
-            self.recipe.run_dir,
-            state.step,
-            numbers=numbers,
-            arrays=arrays,
-            save_student=self.roles.students.save_state,
-            keep_last=self.recipe.checkpoint.keep_last,
-        )
-        self._saved_step = state.step
-        self.log.event("checkpoint", state.step, path=path.name, seconds=time.monotonic() - started)
+        if checkpoint and self._saved_step != state.step:
+            state.alarms = self._alarms.state_dict()
+            numbers, arrays = pack_state(state, self.registry, self.policy, self._fingerprints())
+            with self._disk():
+                self._saver.checkpoint(state.step, numbers=numbers, arrays=arrays)
+                self._saved_step = state.step
+        if hf:
+            with self._disk():
+                self._saver.hf(state.step)
+        if not self.recipe.checkpoint.background:
+            self._end_saving()
 
-    def _resume(self) -> int:
-        """Everything back as it was after the newest whole checkpoint's step, the rollout workers
-        included."""
-        step, path, numbers, arrays = load_checkpoint(self.recipe.run_dir)
-        self.state = unpack_state(
-            numbers, arrays, self.registry, self.policy, self._fingerprints(), where=str(path)
-        )
+    def _end_saving(self) -> None:
+        """Waits until nothing is being written."""
+        while self._saver.busy:
+            self.progress.phase = "writing"
+            with self._disk():
+                self._tell_saved(self._saver.wait())
+
+    def _keep_what_is_written(self) -> None:
+        """Before the run breaks off for a reason that leaves the student ranks alive."""
+        with suppress(RockOPDError):
+            while self._saver.busy:
+                self._tell_saved(self._saver.wait())
+
+    def _look_after_saving(self) -> None:
+        """Gives their names to what is whole by now; a write that failed is told here."""
+        if self._saver.busy:
+            with self._disk():
+                self._tell_saved(self._saver.poll())
+
+    def _tell_saved(self, saved: list[Saved]) -> None:
+        for one in saved:
+            self.log.event(
+                one.kind,
+                one.step,
+                path=one.path.name,
+                seconds=one.seconds,
+                held_up_s=one.held_up_s,
+            )
+            if one.kind == "checkpoint":
+                steps = [step for step, _ in list_checkpoints(self.recipe.run_dir)]
+                # The newest may turn out damaged: the one before it needs its steps again.
+                self._journal.prune(min(steps[-2:], default=0))
+
+    def _save_model(self, name: str) -> None:
+        """The student as a model folder, in place of the one of that name when it is whole."""
+        final = self.recipe.run_dir / name
+        partial = final.with_name(name + ".partial")
         self.roles.turn("student")
-        self.roles.students.load_state(path / "student")
-        self._saved_step = step
+        with self._disk(), storing("model", final):
+            shutil.rmtree(partial, ignore_errors=True)
+            self.roles.students.save_hf(partial)
+            replace_folder(partial, final)
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """What cannot be written ends the run, or is told (``checkpoint.on_error``)."""
+        try:
+            yield
+        except StorageError as error:
+            self._saved_step = -1  # the last one may be among what failed: try again
+            self._cannot_store(error)
+
+    def _cannot_store(self, error: StorageError) -> None:
+        """
+        Raises:
+            StorageError: this one, unless the recipe says to go on.
+        """
+        if self.recipe.checkpoint.on_error == "stop":
+            raise error
+        if self._telling:
+            return  # this event's own line could not be written; it is kept and comes later
+        self._telling = True
+        self.progress.say(f"step {self.state.step}: {error}; going on (checkpoint.on_error=warn)")
+        self.log.event("storage", self.state.step, error=str(error))
+        self._telling = False
+
+    def _resume(self) -> list[str]:
+        """Everything back as it was after the newest whole checkpoint's step, the rollout workers
+        included; what is wrong with newer ones."""
+        found = load_checkpoint(self.recipe.run_dir)
+        self.state = unpack_state(
+            found.numbers,
+            found.arrays,
+            self.registry,
+            self.policy,
+            self._fingerprints(),
+            where=str(found.path),
+        )
+        refused = [f"{path.name}: {why}" for path, why in found.refused]
+        for (path, _), text in zip(found.refused, refused, strict=True):
+            set_aside(path)
+            self.progress.say(f"checkpoint {text}; going on from step {found.step} instead")
+        if self.state.alarms:
+            self._alarms.load_state_dict(self.state.alarms)
+        self.roles.turn("student")
+        self.roles.students.load_state(found.path / "student")
+        self._saved_step = found.step
         self.roles.turn("student", "rollout")
         self._push_weights()
-        return step
+        return refused
 
     def _finish(self) -> dict[str, Any]:
         """Saves what the run leaves behind; an interrupted run leaves a checkpoint and says so."""
         state, recipe = self.state, self.recipe
         whole = state.step >= self.num_steps
         self._save()
+        self._end_saving()
+        self._saver.close()
         self._snapshot()
         summary: dict[str, Any] = {
             "name": recipe.run.name,
@@ -509,8 +756,7 @@ class Coordinator:
         summary["samples"] = self._before_and_after()
         summary["accuracy"] = self._evaluate()
         self.progress.phase = "saving"
-        self.roles.turn("student")
-        self.roles.students.save_hf(recipe.run_dir / "model")
+        self._save_model("model")
         self.log.event("finish", state.step)
         self.log.summary(summary)
         self.log.close()
@@ -540,6 +786,7 @@ class Coordinator:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        self._look_after_saving()
         self.progress.phase = name
         self.roles.turn(*ROLES_OF_PHASE[name])
         started = time.monotonic()

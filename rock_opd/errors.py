@@ -35,9 +35,17 @@ class RoleError(RockOPDError):
     """A role raised or died; the message names who, which phase, and carries the remote text."""
 
 
+class RoleLost(RoleError):
+    """An actor that is no more, or stands still for good: another one could take its place."""
+
+
 class NumericsError(RockOPDError):
     """Numbers that must not be learned from (NaN, or a trainer and a rollout engine that
     disagree)."""
+
+
+class StorageError(RockOPDError):
+    """A disk that is full, read-only or gone; the message names what, where, needed and free."""
 
 
 EXIT_BAD_INPUT = 2

@@ -30,6 +30,7 @@ from rock_opd.core.batching import Deal, logit_rows
 from rock_opd.core.objective import DIVERGENCES, loss_share, reverse_kl, token_logprobs
 from rock_opd.core.objective import entropy as row_entropy
 from rock_opd.core.schedule import learning_rate
+from rock_opd.durable import FileFacts, file_facts
 from rock_opd.errors import ConfigError, NumericsError
 from rock_opd.types import Rollout, RowRequest, SampleRequest, StepResult, TeacherScores, TrainBatch
 
@@ -372,10 +373,10 @@ class LocalStudents:
         """Brings the sampler to the trainer's weights."""
         rollouts.load(self._model.state_dict(), version=version)
 
-    def save_hf(self, path: Path) -> None:
+    def save_hf(self, path: Path, *, background: bool = False) -> None:
         self._model.save_pretrained(path)
 
-    def save_state(self, path: Path) -> None:
+    def save_state(self, path: Path, *, background: bool = False) -> None:
         torch.save(
             {
                 "model": self._model.state_dict(),
@@ -384,6 +385,10 @@ class LocalStudents:
             },
             path / "local.pt",
         )
+
+    def written(self, path: Path) -> dict[str, FileFacts]:
+        """A model this small is written when it is asked for."""
+        return {file.name: file_facts(file) for file in path.glob("local.pt")}
 
     def load_state(self, path: Path) -> None:
         state = torch.load(path / "local.pt", weights_only=True)

@@ -2,7 +2,8 @@
 summary.
 
 Every file is append-only or written aside and renamed; a resumed run first drops what lies beyond
-the step it goes on from, so that no step stands twice.
+the step it goes on from, so that no step stands twice. A line that a full disk takes only half of
+is taken back; lines that could not be written are kept and written with the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,12 @@ import numpy as np
 
 from rock_opd.config import LogConfig, Recipe, recipe_yaml
 from rock_opd.core.registry import Registry
+from rock_opd.durable import storing
+from rock_opd.errors import DataError, StorageError
 from rock_opd.measure import Measured
 from rock_opd.models import tokenizer_fingerprint
 from rock_opd.occurrences import FileInfo, Occurrences, OccurrenceWriter, newline_counts
+from rock_opd.redact import redact
 from rock_opd.types import Rollout, TokenWeights
 
 LIBRARIES = (
@@ -85,37 +91,55 @@ def library_versions() -> dict[str, str]:
 class RunLog:
     """Writes one run's folder."""
 
-    def __init__(self, recipe: Recipe, *, resume_step: int | None) -> None:
-        self.dir = recipe.run_dir
-        (self.dir / "registry").mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        resume_step: int | None,
+        on_error: Callable[[StorageError], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            resume_step: the step to go on from; None: the run begins.
+            on_error: told of what cannot be written, and may raise it; None: it is raised.
+
+        Raises:
+            StorageError: the folder cannot be used at all.
+        """
+        self.dir, self._on_error = recipe.run_dir, on_error or _raise
         self._metrics_path = self.dir / "metrics.jsonl"
         self._events_path = self.dir / "events.jsonl"
+        self._waiting: dict[Path, list[str]] = {}
         keep = 0 if resume_step is None else resume_step
-        for path in (self._metrics_path, self._events_path):
-            _drop_after(path, keep if resume_step is not None else -1)
-        for folder in ("registry", "occurrences"):
-            for file in (self.dir / folder).glob("step_*.parquet*"):
-                step = file.name.removeprefix("step_").partition(".")[0]
-                whole = file.suffix == ".parquet"
-                if resume_step is None or not whole or int(step) > resume_step:
-                    file.unlink()
-        write_atomic(self.dir / "config.yaml", recipe_yaml(recipe))
-        write_atomic(self.dir / "versions.json", json.dumps(library_versions(), indent=1))
-        self._sinks = _sinks(recipe.log, self.dir, recipe, purge_step=keep + 1)
+        with storing("the run", self.dir):
+            (self.dir / "registry").mkdir(parents=True, exist_ok=True)
+            for path in (self._metrics_path, self._events_path):
+                _drop_after(path, keep if resume_step is not None else -1)
+            for folder in ("registry", "occurrences"):
+                for file in (self.dir / folder).glob("step_*.parquet*"):
+                    step = file.name.removeprefix("step_").partition(".")[0]
+                    whole = file.suffix == ".parquet"
+                    if resume_step is None or not whole or int(step) > resume_step:
+                        file.unlink()
+            write_atomic(self.dir / "config.yaml", redact(recipe_yaml(recipe)))
+            write_atomic(self.dir / "versions.json", json.dumps(library_versions(), indent=1))
+            self._sinks = _sinks(recipe.log, self.dir, recipe, purge_step=keep + 1)
 
     def metrics(self, step: int, values: dict[str, float | int | None]) -> None:
         """One line for one step, and the same numbers to every sink."""
         clean = to_json(values)
-        with self._metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **clean}) + "\n")
-        for sink in self._sinks:
-            sink.write(step, {k: v for k, v in clean.items() if isinstance(v, (int, float))})
+        self._append(self._metrics_path, {"step": step, **clean})
+        numbers = {k: v for k, v in clean.items() if isinstance(v, (int, float))}
+        with self._storing("metrics", self.dir / "tensorboard"):
+            for sink in self._sinks:
+                sink.write(step, numbers)
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Something that happened: freeze, thaw, probe, sync, checkpoint, skip, evaluate, ..."""
-        line = {"event": kind, "step": step, "time": round(time.time(), 3), **to_json(fields)}
-        with self._events_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._append(
+            self._events_path,
+            {"event": kind, "step": step, "time": round(time.time(), 3), **to_json(fields)},
+        )
 
     def registry(self, step: int, columns: dict[str, list]) -> None:
         """One snapshot of the token-type table."""
@@ -124,19 +148,51 @@ class RunLog:
 
         path = self.dir / "registry" / f"step_{step:06d}.parquet"
         partial = path.with_name(path.name + ".partial")
-        pq.write_table(pa.table(columns), partial)
-        os.replace(partial, path)
+        with self._storing("the registry's snapshot", path):
+            pq.write_table(pa.table(columns), partial)
+            os.replace(partial, path)
 
     def summary(self, values: dict[str, Any]) -> None:
         """The run in one file, for people and for scripts."""
-        write_atomic(
-            self.dir / "summary.json",
-            json.dumps(to_json(values), indent=1, ensure_ascii=False) + "\n",
-        )
+        with self._storing("the summary", self.dir / "summary.json"):
+            write_atomic(
+                self.dir / "summary.json",
+                redact(json.dumps(to_json(values), indent=1, ensure_ascii=False)) + "\n",
+            )
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        """Writes what still waits; closes every sink."""
+        for path in list(self._waiting):
+            self._append(path)
+        with self._storing("metrics", self.dir / "tensorboard"):
+            for sink in self._sinks:
+                sink.close()
+
+    def _append(self, path: Path, *rows: dict[str, Any]) -> None:
+        lines = [*self._waiting.pop(path, []), *(redact(json.dumps(row)) + "\n" for row in rows)]
+        data = "".join(lines).encode()
+        with self._storing(path.name, path, needed=len(data)):
+            before = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("ab") as file:
+                    file.write(data)
+            except OSError:
+                self._waiting[path] = lines
+                with suppress(OSError):
+                    os.truncate(path, before)
+                raise
+
+    @contextmanager
+    def _storing(self, what: str, path: Path, *, needed: int | None = None) -> Iterator[None]:
+        try:
+            with storing(what, path, needed=needed):
+                yield
+        except StorageError as error:
+            self._on_error(error)
+
+
+def _raise(error: StorageError) -> None:
+    raise error
 
 
 class OccurrenceLog:
@@ -162,7 +218,11 @@ class OccurrenceLog:
     def write(
         self, step: int, rollouts: list[Rollout], measured: Measured, weights: TokenWeights
     ) -> None:
-        """The step's rollouts and what the student, before its update, and the teacher said."""
+        """The step's rollouts and what the student, before its update, and the teacher said.
+
+        Raises:
+            StorageError: they could not be written.
+        """
         signals = measured.signals
         rows = Occurrences(
             rollouts=rollouts,
@@ -174,8 +234,11 @@ class OccurrenceLog:
             teacher_entropy=signals.teacher_entropy,
         )
         path = self._dir / f"step_{step:06d}.parquet"
-        with OccurrenceWriter(path, self._info, newlines=self._newlines) as file:
-            file.write(rows)
+        try:
+            with OccurrenceWriter(path, self._info, newlines=self._newlines) as file:
+                file.write(rows)
+        except DataError as error:  # of this writer: a place that takes no more
+            raise StorageError(str(error)) from None
 
 
 def type_rows(
@@ -235,17 +298,27 @@ def _sinks(cfg: LogConfig, run_dir: Path, recipe: Recipe, *, purge_step: int) ->
 
 class _TensorBoard:
     def __init__(self, run_dir: Path, purge_step: int) -> None:
+        self._folder = str(run_dir / "tensorboard")
+        self._writer = self._open(purge_step)
+
+    def _open(self, purge_step: int | None = None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        return SummaryWriter(self._folder, purge_step=purge_step)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        self._writer = self._writer or self._open()
+        try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:
+            self._writer = None  # its thread is gone for good; a new file, when there is room
+            raise
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class _Wandb:

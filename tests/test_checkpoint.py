@@ -3,76 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rock_opd.checkpoint import (
     FORMAT,
+    NUMBERS,
     RunState,
+    identity,
+    list_checkpoints,
     load_checkpoint,
-    pack_rollouts,
     pack_state,
-    save_checkpoint,
-    unpack_rollouts,
+    seal,
+    set_aside,
     unpack_state,
+    write_state,
 )
+from rock_opd.config import build_recipe
 from rock_opd.core.policies import make_policy
 from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.durable import file_facts
 from rock_opd.errors import DataError
 from rock_opd.evaluate import HeldoutKL
 from rock_opd.probe import ProbeSet
-from rock_opd.types import Rollout
 
-
-def rollouts(num: int, *, prefix: bool = False) -> list[Rollout]:
-    rng = np.random.default_rng(num)
-    made = []
-    for i in range(num):
-        length = int(rng.integers(2, 30))
-        mask = rng.random(length) < 0.5 if i else np.zeros(length, bool)
-        mask[0] = False
-        made.append(
-            Rollout(
-                prompt_id=f"p{i}",
-                sample_idx=i,
-                token_ids=rng.integers(0, 99, length).astype(np.int32),
-                loss_mask=mask,
-                logprobs=np.where(mask, rng.normal(size=length), np.nan).astype(np.float32),
-                finish_reason=("stop", "length", "given")[i % 3],
-                policy_version=i - 1,
-                prompt_len=1,
-                teacher_id=f"t{i % 2}",
-                teacher_prefix_ids=np.arange(i % 3, dtype=np.int32) if prefix and i % 2 else None,
-            )
-        )
-    return made
-
-
-def assert_same(left: list[Rollout], right: list[Rollout]) -> None:
-    for a, b in zip(left, right, strict=True):
-        for name in Rollout.__dataclass_fields__:
-            one, two = getattr(a, name), getattr(b, name)
-            assert type(one) is type(two), name
-            if isinstance(one, np.ndarray):
-                assert one.dtype == two.dtype, name
-                np.testing.assert_array_equal(one, two)
-            else:
-                assert one == two, name
-
-
-@pytest.mark.parametrize("num", [0, 1, 7])
-def test_packed_rollouts_come_back_exactly_with_and_without_a_teacher_prefix(num):
-    for prefix in (False, True):
-        before = rollouts(num, prefix=prefix)
-        rows, arrays = pack_rollouts(before)
-        after = unpack_rollouts(json.loads(json.dumps(rows)), arrays)
-        assert_same(before, after)
-    if num == 7:  # an empty prefix is not the same as none
-        lengths = [
-            None if r.teacher_prefix_ids is None else len(r.teacher_prefix_ids) for r in after
-        ]
-        assert lengths == [None, 1, None, 0, None, 2, None]
+sys.path.insert(0, str(Path(__file__).parent))
+from test_journal import assert_same, rollouts
 
 
 def made_state() -> tuple[RunState, Registry]:
@@ -90,6 +52,9 @@ def made_state() -> tuple[RunState, Registry]:
         num_tokens=99,
         seconds={"step": 1.5, "probe": 0.1},
         frozen_share=[0.0, 1 / 3],
+        num_bad_steps=3,
+        bad_in_a_row=1,
+        alarms={"history": {"x": [0.1, 1 / 3]}, "sounding": ["x"]},
     )
     registry = Registry(8)
     ids = np.array([1, 1, 5])
@@ -99,21 +64,31 @@ def made_state() -> tuple[RunState, Registry]:
     return state, registry
 
 
-def test_the_whole_state_comes_back_exactly_through_the_files(tmp_path):
+def save(run_dir: Path, step: int, policy=None) -> tuple[RunState, Registry, Path]:
+    """A whole checkpoint, of a student that is one file."""
     state, registry = made_state()
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    (folder / "student").mkdir(parents=True)
+    (folder / "student" / "weights").write_bytes(bytes(range(200)))
+    numbers, arrays = pack_state(state, registry, policy or make_policy("all"), {"a": 1})
+    files = write_state(folder, numbers, arrays)
+    files["student/weights"] = file_facts(folder / "student" / "weights")
+    assert not list_checkpoints(run_dir) or list_checkpoints(run_dir)[-1][0] < step
+    seal(folder, step, files)
+    return state, registry, folder
+
+
+def test_the_whole_state_comes_back_exactly_through_the_files(tmp_path):
     policy = make_policy("rock_freeze", warmup_steps=1, min_count=1, drop_most_frequent=0)
-    policy.refresh(2, registry)
+    policy.refresh(2, made_state()[1])
     assert len(policy.mask.frozen_ids)
-    numbers, arrays = pack_state(state, registry, policy, {"a": 1})
-    save_checkpoint(
-        tmp_path, 3, numbers=numbers, arrays=arrays, save_student=lambda path: None, keep_last=0
-    )
-    step, path, numbers, arrays = load_checkpoint(tmp_path)
+    state, registry, folder = save(tmp_path, 3, policy)
+    found = load_checkpoint(tmp_path)
+    assert (found.step, found.path, found.refused) == (3, folder, [])
     again, other = Registry(8), make_policy("rock_freeze")
-    back = unpack_state(numbers, arrays, again, other, {"a": 1}, where=str(path))
-    assert step == 3
-    for name in ("step", "num_updates", "best_accuracy", "num_tokens", "seconds", "frozen_share"):
-        assert getattr(back, name) == getattr(state, name)
+    back = unpack_state(found.numbers, found.arrays, again, other, {"a": 1}, where="x")
+    for name in NUMBERS:
+        assert getattr(back, name) == getattr(state, name), name
     assert_same(state.heldout, back.heldout)
     assert_same(state.probe.rollouts, back.probe.rollouts)
     np.testing.assert_array_equal(state.probe.loss_pre, back.probe.loss_pre)
@@ -124,6 +99,23 @@ def test_the_whole_state_comes_back_exactly_through_the_files(tmp_path):
     np.testing.assert_array_equal(policy.mask.frozen_ids, other.mask.frozen_ids)
 
 
+def test_what_was_packed_does_not_change_when_the_run_goes_on():
+    state, registry = made_state()
+    numbers, arrays = pack_state(state, registry, make_policy("all"), {})
+    text, before = json.dumps(numbers), {name: value.copy() for name, value in arrays.items()}
+    state.frozen_share.append(0.5)
+    state.seconds["step"] += 1
+    state.alarms["history"]["x"].append(2.0)
+    state.probe.loss_pre[:] = 7
+    ids = np.array([1, 1, 5])
+    ones = np.ones(3, np.float32)
+    registry.update(TokenStats.from_rows(ids, ones, ones, ones, num_types=8))
+    registry.ccr[:] = 0
+    assert json.dumps(numbers) == text
+    for name, value in arrays.items():
+        np.testing.assert_array_equal(value, before[name])
+
+
 def test_a_run_without_probe_set_and_held_out_responses_comes_back_empty():
     registry, policy = Registry(4), make_policy("all")
     numbers, arrays = pack_state(RunState(), registry, policy, {})
@@ -132,12 +124,77 @@ def test_a_run_without_probe_set_and_held_out_responses_comes_back_empty():
     assert len(back.probe.loss_pre) == 0 and registry.ccr is None
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path):
-    state, registry = made_state()
-    numbers, arrays = pack_state(state, registry, make_policy("all"), {})
-    path = save_checkpoint(
-        tmp_path, 3, numbers=numbers, arrays=arrays, save_student=lambda path: None, keep_last=0
-    )
-    (path / "complete.json").write_text(json.dumps({"format": FORMAT - 1, "step": 3}))
-    with pytest.raises(DataError, match=f"format {FORMAT - 1}, this version reads {FORMAT}"):
+def damages() -> dict[str, tuple[Callable[[Path], object], str]]:
+    def seal_of(change: Callable[[dict], object]) -> Callable[[Path], object]:
+        def write(folder: Path) -> None:
+            content = json.loads((folder / "complete.json").read_text())
+            change(content)
+            (folder / "complete.json").write_text(json.dumps(content))
+
+        return write
+
+    def flip(folder: Path) -> None:
+        content = bytearray((folder / "student" / "weights").read_bytes())
+        content[100] ^= 1
+        (folder / "student" / "weights").write_bytes(content)
+
+    def cut(folder: Path) -> None:
+        os.truncate(folder / "state.npz", 1000)
+
+    return {
+        "one bit": (flip, "student/weights was changed after it was written"),
+        "cut": (cut, "state.npz has 1000 bytes"),
+        "a file less": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
+        "its seal cut": (lambda f: os.truncate(f / "complete.json", 40), "it cannot be read"),
+        "its seal empty": (lambda f: (f / "complete.json").write_text(""), "it cannot be read"),
+        "its seal another": (
+            seal_of(lambda c: c["files"].pop("student/weights")),
+            "complete.json was changed",
+        ),
+        "of another step": (seal_of(lambda c: c.update(step=9)), "complete.json was changed"),
+        "another format": (seal_of(lambda c: c.update(format=2)), f"format 2, .* reads {FORMAT}"),
+    }
+
+
+@pytest.mark.parametrize("kind", damages())
+def test_a_torn_or_tampered_checkpoint_is_refused_and_the_one_before_it_is_used(tmp_path, kind):
+    damage, message = damages()[kind]
+    for step in (3, 6):
+        save(tmp_path, step)
+    damage(tmp_path / "checkpoints" / "step_000006")
+    found = load_checkpoint(tmp_path)
+    assert found.step == 3
+    ((path, why),) = found.refused
+    assert path.name == "step_000006" and re.search(message, why) and "\n" not in why
+
+    set_aside(path)
+    assert load_checkpoint(tmp_path).refused == []
+    assert (tmp_path / "checkpoints" / "step_000006.damaged").is_dir()
+    damage(tmp_path / "checkpoints" / "step_000003")
+    with pytest.raises(DataError, match=rf"is whole \(step_000003: .*{message}"):
         load_checkpoint(tmp_path)
+
+
+def test_a_folder_without_its_seal_is_no_checkpoint(tmp_path):
+    *_, folder = save(tmp_path, 3)
+    (folder / "complete.json").unlink()
+    assert list_checkpoints(tmp_path) == []
+    with pytest.raises(DataError, match="no whole checkpoint under"):
+        load_checkpoint(tmp_path)
+
+
+def test_the_identity_of_a_run_leaves_out_who_does_the_work():
+    base = {
+        "data": {"prompts": "p"},
+        "student": {"model": "s"},
+        "teacher": {"model": "t"},
+    }
+    same = (
+        *("student.num_ranks=4", "student.zero_stage=3", "student.micro_batch_tokens=7"),
+        *("rollout.num_workers=3", "teacher.num_replicas=2", "placement.threads=2"),
+        *("checkpoint.every=3", "alarm.window=3", "optim.max_bad_steps=1", "log.registry_every=3"),
+        *("run.phase_timeout_s=9", "policy.guard_file=x.json", "teacher.model=elsewhere/t"),
+    )
+    assert identity(build_recipe(base, list(same))) == identity(build_recipe(base, []))
+    for other in ("optim.lr=1e-5", "rollout.top_p=0.9", "run.seed=3", "policy.lam=0.5"):
+        assert identity(build_recipe(base, [other])) != identity(build_recipe(base, []))

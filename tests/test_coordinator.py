@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rock_opd.checkpoint import load_checkpoint
 from rock_opd.config import Recipe, build_recipe
 from rock_opd.coordinator import Coordinator, Inputs, Progress, sample_seed
 from rock_opd.data import PromptSet
-from rock_opd.errors import DataError, NumericsError
+from rock_opd.durable import file_facts, storing
+from rock_opd.errors import DataError, NumericsError, StorageError
 from rock_opd.occurrences import build_registry, read_info
 from rock_opd.types import Prompt, Rollout, StepResult, TeacherScores, TrainBatch
 
@@ -29,6 +34,8 @@ class Roles:
         self.rollouts = self.teachers = self.students = self
         self.version = self.updates = 0
         self.gap = 0.0
+        self.writes_for = 0
+        """How often ``written`` still says no."""
         self.lag = 0
         self.only: int | None = None
         self.calls: list[tuple[str, object]] = []
@@ -93,11 +100,21 @@ class Roles:
     def push_weights(self, rollouts, *, version, bucket_bytes):
         self.version = version
 
-    def save_hf(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+    def save_hf(self, path: Path, *, background: bool = False) -> None:
+        with storing("model", path):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "updates").write_text(str(self.updates))
 
-    def save_state(self, path: Path) -> None:
-        (path / "updates").write_text(str(self.updates))
+    def save_state(self, path: Path, *, background: bool = False) -> None:
+        self.calls.append(("save", background))
+        with storing("student state", path):
+            (path / "updates").write_text(str(self.updates))
+
+    def written(self, path: Path):
+        if self.writes_for > 0:
+            self.writes_for -= 1
+            return None
+        return {"updates": file_facts(path / "updates")}
 
     def load_state(self, path: Path) -> None:
         self.updates = int((path / "updates").read_text())
@@ -322,7 +339,7 @@ def test_a_probe_set_that_is_not_full_at_the_first_choice_is_used_and_said(tmp_p
     run.run()
     # two steps of four; the later steps have a mask and add nothing
     assert [e["num_rollouts"] for e in events(recipe, "probe")] == [8, 8]
-    said = [line for line in run.progress.lines if isinstance(line, str)]
+    said = [line for line in run.progress.lines if isinstance(line, str) and "probe set" in line]
     assert len(said) == 1
     assert said[0].startswith("step 3: the probe set holds 8 of probe.num_rollouts=99 rollouts")
 
@@ -373,7 +390,7 @@ def test_occurrences_of_every_step_are_written_and_make_the_same_registry(tmp_pa
 
 
 def test_occurrences_beyond_the_step_gone_on_from_are_dropped(tmp_path):
-    settings = ("log.occurrences=true", "checkpoint.every=2")
+    settings = ("log.occurrences=true", "checkpoint.every=2", "checkpoint.background=false")
     recipe = make_recipe(tmp_path, *settings, "run.stop_after=3")
     cut = coordinator(recipe, Roles())
     cut._finish = lambda: {}  # the process dies here: step 3 is in no checkpoint
@@ -456,37 +473,440 @@ def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(tmp_path):
     assert (recipe.run_dir / "checkpoints" / "step_000001" / "complete.json").exists()
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
-    whole = make_recipe(tmp_path / "whole", "eval.num_heldout=2", "checkpoint.every=3")
+class Killed(BaseException):
+    """Stands in for SIGKILL: nothing of the run may catch it."""
+
+
+def run_killed(recipe: Recipe, roles: Roles, *, in_step: int, where: str = "train_step") -> None:
+    """Runs until a role's method is called in this step, and dies there."""
+    run = coordinator(recipe, roles)
+    method = getattr(roles, where)
+
+    def dies(*args, **kwargs):
+        if run.state.step + 1 == in_step:
+            raise Killed
+        return method(*args, **kwargs)
+
+    setattr(roles, where, dies)
+    with pytest.raises(Killed):
+        run.run()
+
+
+def same_run(one: Coordinator, other: Coordinator) -> None:
+    """The registry, the mask and every metric but the clock's, step by step."""
+    for name, value in one.registry.state_dict().items():
+        np.testing.assert_array_equal(value, other.registry.state_dict()[name])
+    np.testing.assert_array_equal(one.policy.mask.frozen_ids, other.policy.mask.frozen_ids)
+    assert one.policy.mask.version == other.policy.mask.version
+    strip = [
+        [
+            {k: v for k, v in m.items() if not k.startswith(("time/", "perf/"))}
+            for m in lines(run.recipe, "metrics.jsonl")
+        ]
+        for run in (one, other)
+    ]
+    assert strip[0] == strip[1]
+
+
+def saves_at_once(every: int) -> tuple[str, str]:
+    """Checkpoints that are there when their step ends: the roles here are faster than any disk."""
+    return f"checkpoint.every={every}", "checkpoint.background=false"
+
+
+def journal(recipe: Recipe) -> list[str]:
+    return sorted(p.name for p in (recipe.run_dir / "journal").iterdir())
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+@pytest.mark.parametrize(
+    ("in_step", "where"),
+    [(4, "train_step"), *((5, w) for w in ("generate", "score", "train_step", "push_weights"))],
+)
+def test_a_run_killed_in_any_phase_and_resumed_equals_the_uninterrupted_one(
+    tmp_path, in_step, where, replayed
+):
+    settings = ("eval.num_heldout=2", *saves_at_once(3))
+    whole = make_recipe(tmp_path / "whole", *settings)
     one = coordinator(whole, Roles())
     summary_one = one.run()
 
-    first = make_recipe(
-        tmp_path / "cut", "eval.num_heldout=2", "checkpoint.every=3", "run.stop_after=3"
-    )
-    cut = coordinator(first, Roles())
-    cut._finish = lambda: {}  # the process dies here: nothing after the checkpoint of step 3
-    cut.run()
-    again = make_recipe(tmp_path / "cut", "eval.num_heldout=2", "checkpoint.every=3", "resume=true")
+    run_killed(make_recipe(tmp_path / "cut", *settings), Roles(), in_step=in_step, where=where)
+    again = make_recipe(tmp_path / "cut", *settings, "resume=true")
+    sampled = in_step - 1 if where == "generate" else in_step
+    assert journal(again) == [f"step_{step:06d}.npz" for step in range(4, sampled + 1)]
+    if not replayed:
+        shutil.rmtree(again.run_dir / "journal")
     two = coordinator(again, Roles())
     summary_two = two.run()
 
+    same_run(one, two)
+    assert one.policy.mask.version == 1
+    steps = list(range(4, sampled + 1)) if replayed else []
+    assert [e["step"] for e in events(again, "replay")] == steps
     assert (again.run_dir / "checkpoints" / "step_000006").exists()
-    for name, value in one.registry.state_dict().items():
-        np.testing.assert_array_equal(value, two.registry.state_dict()[name])
-    np.testing.assert_array_equal(one.policy.mask.frozen_ids, two.policy.mask.frozen_ids)
-    assert one.policy.mask.version == two.policy.mask.version == 1
-    timing = ("time/", "perf/")
-    strip = [
-        [
-            {k: v for k, v in m.items() if not k.startswith(timing)}
-            for m in lines(r, "metrics.jsonl")
-        ]
-        for r in (whole, again)
-    ]
-    assert strip[0] == strip[1]
     for key in ("heldout_kl_before", "heldout_kl_after", "heldout_kl_change_ci95", "num_tokens"):
         assert summary_one[key] == summary_two[key]
+
+
+class Wavering(Roles):
+    """Samples otherwise every time it is started, as a GPU may at another batch size."""
+
+    def __init__(self, life: int) -> None:
+        super().__init__()
+        self.life = life
+
+    def _rollout(self, request, num):
+        return super()._rollout(replace(request, seed=request.seed + self.life), num)
+
+
+def test_where_sampling_again_gives_other_rollouts_the_journal_gives_the_same_run(tmp_path):
+    # All six steps are sampled in the first life; the second one must not sample any.
+    whole = make_recipe(tmp_path / "whole", *saves_at_once(3))
+    one = coordinator(whole, Wavering(0))
+    one.run()
+    runs = {}
+    for kept in (True, False):
+        folder = tmp_path / f"kept{kept}"
+        run_killed(make_recipe(folder, *saves_at_once(3)), Wavering(0), in_step=6)
+        again = make_recipe(folder, *saves_at_once(3), "resume=true")
+        assert journal(again) == [f"step_00000{i}.npz" for i in (4, 5, 6)]
+        if not kept:
+            shutil.rmtree(again.run_dir / "journal")
+        runs[kept] = coordinator(again, Wavering(1))
+        runs[kept].run()
+    same_run(one, runs[True])
+    with pytest.raises(AssertionError):
+        same_run(one, runs[False])
+
+
+def test_a_journal_that_is_torn_or_of_another_run_is_told_and_sampled_again(tmp_path):
+    settings = saves_at_once(3)
+    one = coordinator(make_recipe(tmp_path / "whole", *settings), Roles())
+    one.run()
+    run_killed(make_recipe(tmp_path / "cut", *settings), Roles(), in_step=6)
+    again = make_recipe(tmp_path / "cut", *settings, "resume=true")
+    folder = again.run_dir / "journal"
+    torn = folder / "step_000004.npz"
+    torn.write_bytes(torn.read_bytes()[:-400])
+    other = make_recipe(tmp_path / "other", *settings, "run.seed=5")
+    run_killed(other, Roles(), in_step=6)
+    shutil.copyfile(other.run_dir / "journal" / "step_000005.npz", folder / "step_000005.npz")
+    shutil.copyfile(folder / "step_000005.npz", folder / "step_000006.npz.partial")
+    two = coordinator(again, Roles())
+    two.run()
+    same_run(one, two)
+    said = [line for line in two.progress.lines if isinstance(line, str) and "journal" in line]
+    assert "step 4: journal/step_000004.npz is not used" in said[0] and "damaged" in said[0]
+    assert "step 5:" in said[1] and "another run wrote it" in said[1]
+    assert [e["step"] for e in events(again, "replay")] == [6]
+    # what no checkpoint can need any more is gone
+    assert journal(again) == [f"step_00000{i}.npz" for i in (4, 5, 6)]
+
+
+def test_a_run_that_begins_anew_does_not_take_an_old_journal(tmp_path):
+    recipe = make_recipe(tmp_path, "checkpoint.every=3")
+    run_killed(recipe, Roles(), in_step=2)
+    coordinator(recipe, Roles()).run()
+    assert not events(recipe, "replay")
+
+
+def test_given_responses_need_no_journal(tmp_path):
+    recipe = make_recipe(
+        tmp_path, "data.source=dataset", "run.num_steps=2", "teacher.payload=hidden"
+    )
+    run = coordinator(recipe, Roles())
+    given = [replace(p, response_ids=np.array([4, 5, 6], np.int32)) for p in make_prompts(8)]
+    run.inputs = replace(run.inputs, prompts=replace(run.inputs.prompts, prompts=tuple(given)))
+    run.run()
+    assert not (recipe.run_dir / "journal").exists()
+
+
+def test_a_run_goes_on_with_other_numbers_of_workers_teachers_and_ranks(tmp_path):
+    settings = (*saves_at_once(3), "teacher.num_replicas=1", "student.num_ranks=2")
+    one = coordinator(make_recipe(tmp_path / "whole", *settings), Roles())
+    one.run()
+    run_killed(make_recipe(tmp_path / "cut", *settings), Roles(), in_step=5)
+    changed = (
+        *("resume=true", "rollout.num_workers=3", "teacher.num_replicas=2", "student.num_ranks=1"),
+        *("student.zero_stage=3", "placement.student_cpus=0.5", "optim.max_bad_steps=2"),
+        *("checkpoint.every=1", "alarm.window=9", "student.micro_batch_tokens=80"),
+    )
+    two = coordinator(make_recipe(tmp_path / "cut", *settings, *changed), Roles())
+    two.run()
+    before, after = (lines(run.recipe, "metrics.jsonl") for run in (one, two))
+    assert len(after) == 6
+    for a, b in zip(before, after, strict=True):
+        for name in ("rollout/num_tokens", "freeze/token_share", "freeze/mask_version"):
+            assert a[name] == b[name]
+        assert a["train/kl_mean"] == pytest.approx(b["train/kl_mean"], rel=1e-6)
+    np.testing.assert_array_equal(one.registry.stats.count, two.registry.stats.count)
+
+
+# ---------------------------------------------------------------- saving behind the run
+
+
+def test_the_run_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(tmp_path):
+    class Slow(Roles):
+        def save_state(self, path, *, background=False):
+            super().save_state(path, background=background)
+            self.writes_for = 12  # more often than one step asks
+
+    recipe, roles = make_recipe(tmp_path, "checkpoint.every=2", "run.num_steps=4"), Slow()
+    run = coordinator(recipe, roles)
+    run.run()
+    order = [(name, what) for name, what in roles.calls if name in ("train", "save")]
+    assert [name for name, _ in order] == ["train", "train", "save", "train", "train", "save"]
+    assert all(background for name, background in order if name == "save")
+    names = [e["event"] + str(e["step"]) for e in lines(recipe, "events.jsonl")]
+    assert names.index("sync4") < names.index("checkpoint2") < names.index("checkpoint4")
+    assert sorted(p.name for p in (recipe.run_dir / "checkpoints").iterdir()) == [
+        "step_000002",
+        "step_000004",
+    ]
+
+
+def test_a_run_killed_while_its_checkpoint_is_written_goes_on_from_the_one_before(tmp_path):
+    class Slow(Roles):
+        def save_state(self, path, *, background=False):
+            super().save_state(path, background=background)
+            self.writes_for = 100 if path.parent.name.startswith("step_000004") else 0
+
+    one = coordinator(make_recipe(tmp_path / "whole", "checkpoint.every=2"), Roles())
+    one.run()
+    cut = make_recipe(tmp_path / "cut", "checkpoint.every=2")
+    run_killed(cut, Slow(), in_step=6)
+    assert sorted(p.name for p in (cut.run_dir / "checkpoints").iterdir()) == [
+        "step_000002",
+        "step_000004.partial",
+    ]
+    again = make_recipe(tmp_path / "cut", "checkpoint.every=2", "resume=true")
+    two = coordinator(again, Roles())
+    two.run()
+    same_run(one, two)
+    assert [e["step"] for e in events(again, "replay")] == [3, 4, 5, 6]
+    assert not list((cut.run_dir / "checkpoints").glob("*.partial"))
+
+
+def test_serving_copies_have_their_own_pace_and_are_pruned(tmp_path):
+    recipe = make_recipe(
+        tmp_path, "checkpoint.every=3", "checkpoint.save_hf_every=2", "checkpoint.keep_hf=2"
+    )
+    coordinator(recipe, Roles()).run()
+    assert sorted(p.name for p in (recipe.run_dir / "hf").iterdir()) == [
+        "step_000004",
+        "step_000006",
+    ]
+    assert [e["step"] for e in events(recipe, "hf")] == [2, 4, 6]
+    assert (recipe.run_dir / "hf" / "step_000004" / "updates").read_text() == "4"
+    assert [e["step"] for e in events(recipe, "checkpoint")] == [3, 6]
+
+
+class FullDisk(Roles):
+    """Cannot write the state of one step."""
+
+    def __init__(self, at_update: int) -> None:
+        super().__init__()
+        self.at_update = at_update
+
+    def written(self, path):
+        if self.updates >= self.at_update and path.parent.name.startswith("step_000004"):
+            raise StorageError("student state could not be written to x: No space left on device")
+        return super().written(path)
+
+
+def test_a_write_that_fails_stops_the_run_and_the_last_checkpoint_stays(tmp_path):
+    recipe = make_recipe(tmp_path, "checkpoint.every=2")
+    with pytest.raises(StorageError, match="No space left on device"):
+        coordinator(recipe, FullDisk(4)).run()
+    assert sorted(p.name for p in (recipe.run_dir / "checkpoints").iterdir()) == ["step_000002"]
+    assert load_checkpoint(recipe.run_dir).step == 2
+
+
+def test_a_write_that_fails_is_told_and_the_run_goes_on_where_the_recipe_says_so(tmp_path):
+    recipe = make_recipe(tmp_path, "checkpoint.every=2", "checkpoint.on_error=warn")
+    run = coordinator(recipe, FullDisk(4))
+    assert run.run()["finished"]
+    (event,) = events(recipe, "storage")
+    assert "No space left" in event["error"] and event["step"] >= 4
+    said = [line for line in run.progress.lines if isinstance(line, str) and "No space" in line]
+    assert len(said) == 1 and "going on (checkpoint.on_error=warn)" in said[0]
+    kept = sorted(p.name for p in (recipe.run_dir / "checkpoints").iterdir())
+    assert kept == ["step_000002", "step_000006"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_a_disk_that_fills_up_stops_the_run_in_one_line_or_loses_only_what_it_could_not_take(
+    small_disk,
+):
+    """The file system is real; lines that found no room come later, none twice."""
+
+    class Filling(Roles):
+        def train_step(self, *args, **kwargs):
+            if self.updates == 3:
+                with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+            if self.updates == 5:
+                (small_disk / "filler").unlink()
+            return super().train_step(*args, **kwargs)
+
+    stop = make_recipe(small_disk, *saves_at_once(2))
+    with pytest.raises(StorageError) as failure:
+        coordinator(stop, Filling()).run()
+    assert "No space left on device" in str(failure.value) and "\n" not in str(failure.value)
+    assert "needed, 0 B free" in str(failure.value)
+    assert load_checkpoint(stop.run_dir).step == 2
+    assert [m["step"] for m in lines(stop, "metrics.jsonl")] == [1, 2, 3]
+    (small_disk / "filler").unlink()
+
+    shutil.rmtree(stop.run_dir)
+    warn = make_recipe(small_disk, *saves_at_once(2), "checkpoint.on_error=warn")
+    assert coordinator(warn, Filling()).run()["finished"]
+    assert [m["step"] for m in lines(warn, "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert events(warn, "storage")
+    assert load_checkpoint(warn.run_dir).step == 6
+    syncs = [e["step"] for e in events(warn, "sync")]
+    assert syncs == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "t").write_text("a file")
+    with pytest.raises(StorageError, match=r"^the run could not be written to .*/t: "):
+        coordinator(make_recipe(tmp_path), Roles()).run()
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "not sealed by us"])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(tmp_path, damage):
+    one = coordinator(make_recipe(tmp_path / "whole", *saves_at_once(2)), Roles())
+    one.run()
+    cut = make_recipe(tmp_path / "cut", *saves_at_once(2))
+    run_killed(cut, Roles(), in_step=5)
+    newest = cut.run_dir / "checkpoints" / "step_000004"
+    file = newest / "student" / "updates"
+    if damage == "cut":
+        (newest / "state.npz").write_bytes((newest / "state.npz").read_bytes()[:-1])
+    elif damage == "changed":
+        file.write_text("3")
+    elif damage == "missing":
+        file.unlink()
+    else:
+        seal = json.loads((newest / "complete.json").read_text())
+        seal["files"].pop("student/updates")
+        (newest / "complete.json").write_text(json.dumps(seal))
+    again = make_recipe(tmp_path / "cut", *saves_at_once(2), "resume=true")
+    two = coordinator(again, Roles())
+    two.run()
+    same_run(one, two)
+    (event,) = events(again, "resume")
+    assert event["step"] == 2 and len(event["refused"]) == 1
+    assert event["refused"][0].startswith("step_000004: ")
+    assert any("going on from step 2 instead" in str(line) for line in two.progress.lines)
+    assert [e["step"] for e in events(again, "replay")] == [3, 4, 5]
+    assert (cut.run_dir / "checkpoints" / "step_000004.damaged").is_dir()
+
+
+# ---------------------------------------------------------------- numbers that are not finite
+
+
+class Bad(Roles):
+    """Has no finite gradient in some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self.steps, self.asked = set(steps), 0
+
+    def train_step(self, batches, *, total_weight, mask_version):
+        self.asked += 1
+        if self.asked in self.steps:
+            raise NumericsError("the gradient is not finite; no weight was changed")
+        return super().train_step(batches, total_weight=total_weight, mask_version=mask_version)
+
+
+def test_a_bad_step_stops_the_run_unless_the_recipe_is_patient(tmp_path):
+    with pytest.raises(NumericsError, match=r"step 3: the gradient .*bad step 1 in a row"):
+        coordinator(make_recipe(tmp_path), Bad(3)).run()
+
+
+def test_bad_steps_are_skipped_counted_and_told_and_too_many_in_a_row_stop_the_run(tmp_path):
+    recipe = make_recipe(tmp_path, "optim.max_bad_steps=2", "log.occurrences=true")
+    roles = Bad(2, 3, 5)
+    run = coordinator(recipe, roles)
+    run.run()
+    metrics = lines(recipe, "metrics.jsonl")
+    assert [m["train/bad_steps"] for m in metrics] == [0, 1, 2, 2, 3, 3]
+    assert [m["train/num_updates"] for m in metrics] == [1, 1, 1, 2, 2, 3]
+    assert [m["train/loss"] is None for m in metrics] == [False, True, True, False, True, False]
+    assert metrics[1]["train/grad_norm"] is None and metrics[1]["rollout/num_tokens"] == 80
+    assert [e["step"] for e in events(recipe, "sync")] == [1, 4, 6]
+    bad = events(recipe, "bad_step")
+    assert [(e["step"], e["in_a_row"]) for e in bad] == [(2, 1), (3, 2), (5, 1)]
+    assert "not finite" in bad[0]["reason"]
+    assert len([line for line in run.progress.lines if "is skipped" in str(line)]) == 3
+    # nothing of such a step is in the registry, nor in the files
+    assert run.registry.stats.count.sum() == 3 * 80
+    np.testing.assert_array_equal(
+        build_registry(recipe.run_dir / "occurrences").stats.count, run.registry.stats.count
+    )
+
+    recipe = make_recipe(tmp_path, "optim.max_bad_steps=2", "run.name=u")
+    with pytest.raises(NumericsError, match=r"step 4: .*bad step 3 in a row, .*max_bad_steps=2"):
+        coordinator(recipe, Bad(2, 3, 4)).run()
+    assert len(lines(recipe, "metrics.jsonl")) == 3
+
+
+def test_bad_steps_in_a_row_are_counted_across_a_resume(tmp_path):
+    settings = ("optim.max_bad_steps=2", "checkpoint.every=1")
+    coordinator(make_recipe(tmp_path, *settings, "run.stop_after=3"), Bad(2, 3)).run()
+    again = make_recipe(tmp_path, *settings, "resume=true")
+    with pytest.raises(NumericsError, match=r"step 4: .*bad step 3 in a row"):
+        coordinator(again, Bad(1)).run()
+
+
+def test_the_checkpoint_of_the_step_before_a_fatal_one_is_kept(tmp_path):
+    class Slow(Bad):
+        def save_state(self, path, *, background=False):
+            super().save_state(path, background=background)
+            self.writes_for = 30
+
+    recipe = make_recipe(tmp_path, "checkpoint.every=2")
+    with pytest.raises(NumericsError):
+        coordinator(recipe, Slow(3)).run()
+    assert load_checkpoint(recipe.run_dir).step == 2
+
+
+def test_alarms_are_told_once_per_crossing_and_survive_a_resume(tmp_path):
+    class Spiking(Roles):
+        def _result(self, batches, mask_version):
+            result = super()._result(batches, mask_version)
+            norm = {11: 100.0, 12: 90.0, 14: 80.0}.get(self.updates, 2.0)
+            return replace(result, grad_norm=norm)
+
+    settings = ("run.num_steps=16", "alarm.window=9", *saves_at_once(4))
+    one = make_recipe(tmp_path / "whole", *settings)
+    run = coordinator(one, Spiking())
+    run.run()
+    found = [(e["step"], e["metric"]) for e in events(one, "alarm")]
+    truncated = (1, "rollout/truncated_share")  # the stand-in never ends an answer
+    assert found == [truncated, (11, "train/grad_norm"), (14, "train/grad_norm")]
+    assert events(one, "alarm")[1]["value"] == 100 and events(one, "alarm")[1]["bound"] == 20
+    assert sum("alarm: train/grad_norm is 100, above 20" in str(x) for x in run.progress.lines) == 1
+
+    run_killed(make_recipe(tmp_path / "cut", *settings), Spiking(), in_step=13)
+    again = make_recipe(tmp_path / "cut", *settings, "resume=true")
+    coordinator(again, Spiking()).run()
+    assert [(e["step"], e["metric"]) for e in events(again, "alarm")] == found
 
 
 def test_resuming_with_other_prompts_is_refused(tmp_path):
@@ -530,11 +950,11 @@ def test_resuming_with_other_guarded_types_is_refused_and_with_another_file_of_t
     coordinator(moved, Roles(), guarded=(4, 3)).run()
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
+def test_without_any_undamaged_checkpoint_each_is_named(tmp_path):
     recipe = make_recipe(tmp_path, "run.stop_after=1")
     coordinator(recipe, Roles()).run()
     (recipe.run_dir / "checkpoints" / "step_000001" / "state.npz").write_bytes(b"not a zip")
-    with pytest.raises(DataError, match=r"step_000001 is damaged"):
+    with pytest.raises(DataError, match=r"is whole \(step_000001: state.npz has 9 bytes"):
         coordinator(make_recipe(tmp_path, "resume=true"), Roles()).run()
 
 

@@ -18,6 +18,7 @@ from rock_opd.actors.waiting import gather
 from rock_opd.actors.workers import RolloutWorker, StudentWorker, SyncRoute, TeacherWorker
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.core.batching import Deal
+from rock_opd.durable import FileFacts
 from rock_opd.errors import RoleError
 from rock_opd.types import Rollout, SampleRequest, StepResult, TeacherScores, TrainBatch
 
@@ -184,21 +185,24 @@ class Students:
                 f"v{version}"
             )
 
-    def save_hf(self, path: Path) -> None:
-        gather(
-            "student rank",
-            "save model",
-            [h.save_hf.remote(path) for h in self._handles],
-            self._timeout_s,
-        )
+    def save_hf(self, path: Path, *, background: bool = False) -> None:
+        """Written when it returns, or in the background: ``written`` tells when."""
+        refs = [h.save_hf.remote(path, background=background) for h in self._handles]
+        gather("student rank", "save model", refs, self._timeout_s)
 
-    def save_state(self, path: Path) -> None:
-        gather(
-            "student rank",
-            "save state",
-            [h.save_state.remote(path) for h in self._handles],
-            self._timeout_s,
-        )
+    def save_state(self, path: Path, *, background: bool = False) -> None:
+        """As ``save_hf``."""
+        refs = [h.save_state.remote(path, background=background) for h in self._handles]
+        gather("student rank", "save state", refs, self._timeout_s)
+
+    def written(self, path: Path) -> dict[str, FileFacts] | None:
+        """What all ranks wrote of the latest save to ``path``, by file name; None: one still
+        writes."""
+        refs = [h.written.remote(path) for h in self._handles]
+        parts = gather("student rank", "save", refs, self._timeout_s)
+        if any(part is None for part in parts):
+            return None
+        return {name: facts for part in parts for name, facts in part.items()}
 
     def load_state(self, path: Path) -> None:
         gather(

@@ -25,6 +25,7 @@ from rock_opd.types import (
 
 if TYPE_CHECKING:
     from rock_opd.core.gradients import TypeGradients
+    from rock_opd.durable import FileFacts
     from rock_opd.engines.gradient_rows import GradientMemory
 
 
@@ -356,11 +357,14 @@ class StudentWorker:
             )
         return self._sender
 
-    def save_hf(self, path: Path) -> None:
-        self._engine.save_hf(path)
+    def save_hf(self, path: Path, *, background: bool = False) -> None:
+        self._engine.save_hf(path, background=background)
 
-    def save_state(self, path: Path) -> None:
-        self._engine.save_state(path)
+    def save_state(self, path: Path, *, background: bool = False) -> None:
+        self._engine.save_state(path, background=background)
+
+    def written(self, path: Path) -> dict[str, FileFacts] | None:
+        return self._engine.written(path)
 
     def load_state(self, path: Path) -> None:
         self._engine.load_state(path)

@@ -54,21 +54,22 @@ def train_metrics(
     sampled tokens (frozen ones through the audit, by inverse probability).
 
     Args:
+        results: none of a step that was skipped for numbers that are not finite.
         kl_N: float32, NaN where not measured.
         total_weight: the loss's denominator.
         max_grad_norm: the clipping threshold; 0 means none.
     """
     measured = np.isfinite(kl_N) & (weights.measure > 0)
     share = weights.measure[measured]
-    grad_norm = results[0].grad_norm
+    grad_norm = results[0].grad_norm if results else None
     return {
-        "train/loss": sum(r.loss for r in results),
+        "train/loss": sum(r.loss for r in results) if results else None,
         "train/kl_mean": float((kl_N[measured] * share).sum() / share.sum())
         if len(share)
         else None,
         "train/grad_norm": grad_norm,
-        "train/clipped": int(0 < max_grad_norm < grad_norm),
-        "train/lr": results[0].learning_rate,
+        "train/clipped": int(results[0].grad_norm > max_grad_norm > 0) if results else None,
+        "train/lr": results[0].learning_rate if results else None,
         "train/denominator_share": total_weight / max(1, len(kl_N)),
         "train/empty_micro_batches": sum(r.num_empty_batches for r in results),
     }

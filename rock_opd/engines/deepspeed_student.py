@@ -18,18 +18,18 @@ An engine that will make no update (``num_updates=0``) measures only: weights an
 every rank, without DeepSpeed's engine around them.
 
 It refuses to train on a model whose logits are not head times hidden state, on weights that were
-not in the checkpoint, and to go on from a state of another shape. CPU (gloo) and GPU (NCCL) take
+not in the checkpoint, and to go on from the state of another model. CPU (gloo) and GPU (NCCL) take
 the same path.
 """
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 import os
 import random
-import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +42,9 @@ from torch import Tensor
 
 from rock_opd.config import LossConfig, OptimConfig, StudentConfig
 from rock_opd.core.schedule import learning_rate
+from rock_opd.durable import FileFacts
 from rock_opd.engines.gradient_rows import GradientRows
+from rock_opd.engines.model_folder import ModelFolder, host_copies
 from rock_opd.engines.student_module import (
     LossRows,
     RowNumbers,
@@ -50,27 +52,23 @@ from rock_opd.engines.student_module import (
     loss_rows,
     probe_error,
 )
+from rock_opd.engines.student_state import (
+    Part,
+    StateReader,
+    held_parts,
+    host_shards,
+    own_share,
+    set_steps,
+    spread_weights,
+    write_state,
+)
 from rock_opd.engines.weight_sync import ParamInfo
 from rock_opd.errors import DataError, ModelError, NumericsError
-from rock_opd.models import load_config, model_folder
+from rock_opd.models import is_trusted, load_config
 from rock_opd.types import StepResult, TeacherRows, TrainBatch
 
 SHARD_BYTES = 4 << 30
-"""Size of one safetensors file of ``save_hf``, and the most that is gathered at once for it."""
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-    "generation_config.json",
-)
-
-_STATE_TAG = "state"
+"""Size of one safetensors file, and the most that is gathered at once for it."""
 
 
 class StudentEngine:
@@ -137,6 +135,9 @@ class StudentEngine:
             self._stage = 0
         self.num_updates_done = 0
         """Updates that were made: skipped steps do not count."""
+
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="student-disk")
+        self._writes: dict[str, Future[dict[str, FileFacts]]] = {}
 
         self._seed(seed)
         self._join(timeout_s)
@@ -210,6 +211,8 @@ class StudentEngine:
                 dtype=self._dtype,
                 attn_implementation=self._cfg.attn_implementation,
                 output_loading_info=True,
+                use_safetensors=True,  # pickles can run code
+                trust_remote_code=is_trusted(self._source),
             )
         except (OSError, ValueError, ImportError) as error:
             raise ModelError(
@@ -600,110 +603,127 @@ class StudentEngine:
             filled += size
         return plan
 
-    def save_hf(self, path: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def save_hf(
+        self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, background: bool = False
+    ) -> None:
         """Writes a model folder that transformers and vLLM load: weights in the training dtype,
         config, generation config and the source's tokenizer files. All ranks call it.
 
         Gathers and writes one shard at a time; existing files of the same names are replaced.
+
+        Args:
+            background: gather all of it into rank 0's host memory and return; ``written`` tells
+                when the files are there.
+
+        Raises:
+            StorageError: they could not be written (from ``written``, with ``background``).
         """
-        from safetensors.torch import save_file
-
         path = Path(path)
-        num_shards = len(self._plan(shard_bytes))
-        weight_map: dict[str, str] = {}
-        total_size = 0
-        if self._rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            for old in [*path.glob("model*.safetensors"), path / "model.safetensors.index.json"]:
-                old.unlink(missing_ok=True)
-        for i, bucket in enumerate(self.weight_buckets(shard_bytes)):
-            if self._rank != 0:
-                continue
-            name = "model.safetensors"
-            if num_shards > 1:
-                name = f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
-            tensors = {key: tensor.cpu().contiguous() for key, tensor in bucket}
-            # Parts of one fused tensor share its storage, which safetensors refuses.
-            owned = {key: t if _owns_storage(t) else t.clone() for key, t in tensors.items()}
-            save_file(owned, path / name, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(owned, name))
-            total_size += sum(t.numel() * t.element_size() for t in owned.values())
-        if self._rank == 0:
-            if num_shards > 1:
-                index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-                (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-            self._save_small_files(path)
-        dist.barrier()
-
-    def _save_small_files(self, path: Path) -> None:
+        folder = ModelFolder(path, num_shards=len(self._plan(shard_bytes)))
+        for bucket in self.weight_buckets(shard_bytes):
+            if self._rank == 0:
+                shard = self._disk.submit(folder.write, host_copies(bucket))
+                if not background:
+                    shard.result()
         self._hf_config.dtype = self._dtype
         self._hf_config.architectures = [type(self._hf_model).__name__]
-        self._hf_config.save_pretrained(path)
-        source = model_folder(self._source)
-        if source.resolve() == path.resolve():
-            return
-        for pattern in TOKENIZER_FILES:
-            for file in source.glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, path / file.name)
+        config = copy.deepcopy(self._hf_config)
+        self._remember(
+            path,
+            self._disk.submit(folder.finish, config, self._source)
+            if self._rank == 0
+            else self._disk.submit(dict),
+            background=background,
+        )
 
     # ---------------------------------------------------------------- resuming
 
-    def save_state(self, path: str | Path) -> None:
-        """Writes everything a run goes on from: weights, moments, updates done, random states. All
-        ranks call it; each writes its own files.
+    def save_state(self, path: str | Path, *, background: bool = False) -> None:
+        """Writes this rank's part of everything a run goes on from (see ``student_state``). All
+        ranks call it; each writes its own files, from its own memory.
+
+        Args:
+            background: copy it to host memory (12 bytes a parameter over all ranks) and return;
+                ``written`` tells when the files are there.
 
         Raises:
             ModelError: an engine that only measures.
+            StorageError: they could not be written (from ``written``, with ``background``).
         """
         self._refuse_untrained("save a state")
         path = Path(path)
-        self._engine.save_checkpoint(str(path), tag=_STATE_TAG, save_latest=False)
-        torch.save(
-            {
-                "shape": self._shape(),
-                "num_updates_done": self.num_updates_done,
-                "python": random.getstate(),
-                "numpy": np.random.get_state(),
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
-            },
-            path / f"rank_{self._rank:05d}.pt",
+        shards = host_shards(
+            own_share(self._parts(), **self._place()),
+            self._buffers() if self._rank == 0 else {},
+            max_bytes=SHARD_BYTES,
         )
-        dist.barrier()
+        facts = {"num_updates": self.num_updates_done, **self._shape()}
+        self._remember(
+            path,
+            self._disk.submit(
+                write_state, path, self._rank, list(shards) if background else shards, facts=facts
+            ),
+            background=background,
+        )
 
-    def load_state(self, path: str | Path) -> None:
-        """Goes on from ``save_state``: the next step equals the one of the run that was saved.
+    def written(self, path: str | Path) -> dict[str, FileFacts] | None:
+        """What this rank wrote of the latest save to ``path``, by file name; None: it still
+        writes.
 
         Raises:
-            DataError: nothing there, or saved under another number of ranks, ZeRO stage or dtype.
+            StorageError: it could not.
+        """
+        future = self._writes[str(path)]
+        return future.result() if future.done() else None
+
+    def _remember(
+        self, path: Path, future: Future[dict[str, FileFacts]], *, background: bool
+    ) -> None:
+        self._writes[str(path)] = future
+        if not background:
+            future.result()
+
+    def load_state(self, path: str | Path) -> None:
+        """Goes on from ``save_state``, of any number of ranks and any ZeRO stage: weights and
+        moments are the very same, and under the same number and stage every later step is too.
+
+        Raises:
+            DataError: nothing there, not whole, another model's, or saved under another dtype.
             ModelError: an engine that only measures.
         """
         self._refuse_untrained("load a state")
-        path = Path(path)
-        file = path / f"rank_{self._rank:05d}.pt"
-        if not file.is_file():
+        saved = StateReader(Path(path))
+        if saved.facts["dtype"] != self._shape()["dtype"]:
             raise DataError(
-                f"student state {path}: no file for rank {self._rank} of {self._world_size}; "
-                "resume with the number of ranks it was saved with"
+                f"student state {path}: saved by a student in {saved.facts['dtype']}, this one "
+                f"trains in {self._shape()['dtype']}; resume with the same student.dtype"
             )
-        state = torch.load(file, weights_only=False)
-        if state["shape"] != self._shape():
-            raise DataError(
-                f"student state {path}: saved under {state['shape']}, this run has "
-                f"{self._shape()}; resume with the same student section"
-            )
-        loaded, _ = self._engine.load_checkpoint(
-            str(path), tag=_STATE_TAG, load_lr_scheduler_states=False
+        saved.check(
+            {
+                name: getattr(p, "ds_numel", p.numel())
+                for name, p in self._hf_model.named_parameters()
+            }
         )
-        if loaded is None:
-            raise DataError(f"student state {path}: DeepSpeed found no checkpoint in it")
-        self.num_updates_done = state["num_updates_done"]
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None:
-            torch.cuda.set_rng_state(state["cuda"])
+        with torch.no_grad():
+            for part in self._parts():
+                for kind, tensor in part.tensors.items():
+                    tensor.copy_(saved.read(kind, part.name, part.start, part.num))
+            buffers = self._buffers()
+            for name, tensor in saved.buffers().items():
+                buffers[name].copy_(tensor)
+        self.num_updates_done = saved.facts["num_updates"]
+        set_steps(self._engine, stage=self._stage, num_updates=self.num_updates_done)
+        spread_weights(self._engine, stage=self._stage)
+
+    def _parts(self) -> list[Part]:
+        return held_parts(self._engine, self._hf_model, stage=self._stage, rank=self._rank)
+
+    def _place(self) -> dict[str, int]:
+        return {"stage": self._stage, "rank": self._rank, "world_size": self._world_size}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        parameters = dict(self._hf_model.named_parameters())
+        return {n: t for n, t in self._named_tensors().items() if n not in parameters}
 
     # ---------------------------------------------------------------- sharing a GPU
 
@@ -786,10 +806,6 @@ class StudentEngine:
             "zero_stage": self._stage,
             "dtype": str(self._dtype).removeprefix("torch."),
         }
-
-
-def _owns_storage(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _non_finite(results: list[RowNumbers]) -> str:

@@ -145,11 +145,22 @@ class Rank:
             rows.step(index)
         return rows.result()
 
-    def save_hf(self, path: str, *shard_bytes: int) -> None:
-        self.engine.save_hf(path, *shard_bytes)
+    def save_hf(self, path: str, *shard_bytes: int, background: bool = False) -> None:
+        self.engine.save_hf(path, *shard_bytes, background=background)
 
-    def save_state(self, path: str) -> None:
-        self.engine.save_state(path)
+    def save_state(self, path: str, *, background: bool = False) -> None:
+        self.engine.save_state(path, background=background)
+
+    def written(self, path: str) -> dict | None:
+        return self.engine.written(path)
+
+    def held(self) -> list[tuple]:
+        """Every range of float32 weights and moments on this rank: kind, name, start, values."""
+        return [
+            (kind, part.name, part.start, tensor.cpu().clone())
+            for part in self.engine._parts()
+            for kind, tensor in part.tensors.items()
+        ]
 
     def load_state(self, path: str) -> None:
         self.engine.load_state(path)
