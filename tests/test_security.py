@@ -4,7 +4,6 @@ written, no name leads out of its folder."""
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from own_code import with_own_code
 
 from rock_opd.config import Recipe, TeacherConfig, build_recipe, load_recipe, recipe_yaml
 from rock_opd.errors import ConfigError, ModelError
@@ -118,28 +120,6 @@ def test_code_of_a_model_runs_only_where_the_recipe_trusts_it(tiny_models, tmp_p
         )
         assert mark.exists() == trusted, done.stdout + done.stderr
         assert ("student.trust_remote_code=true" in done.stdout) == (not trusted), done.stdout
-
-
-def with_own_code(source: Path, folder: Path) -> tuple[Path, Path]:
-    """A copy of the model whose config and class are Python files beside it, and the file that
-    they make when they run."""
-    model, mark = folder / "own_code", folder / "mark"
-    model.mkdir()
-    for file in source.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    (model / "own.py").write_text(
-        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
-        f"open({str(mark)!r}, 'a').close()\n"
-        "class OwnConfig(Qwen3Config):\n    model_type = 'own_qwen3'\n"
-        "class OwnForCausalLM(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
-    )
-    config = json.loads((model / "config.json").read_text())
-    config |= {
-        "model_type": "own_qwen3",
-        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    return model, mark
 
 
 def test_both_roles_trust_nobody_unless_asked():

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -29,7 +34,9 @@ from rock_opd.redact import Secret
 from rock_opd.types import Rollout, RowRequest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from bigram_server import MAX_LOGPROBS, NAME, BigramServer, Reply, bigram
+from own_code import with_own_code
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 1024
@@ -760,16 +767,30 @@ def test_a_real_server_refuses_what_it_cannot_do_and_we_say_what_to_change(
     assert "answered 401 (with the key that was sent)" in line and "someone" not in line
 
 
-def test_a_run_with_a_remote_teacher_ends_well_and_keeps_the_key_to_itself(
-    vllm_server, tiny_models, tmp_path
-):
+@dataclass(frozen=True)
+class Run:
+    """A finished run, and what was seen of it."""
+
+    folder: Path
+    output: str
+    listened: set[tuple[str, str]]
+    """Address and program of every socket that a process of the run listened on."""
+    own_code_ran: bool
+
+
+@pytest.fixture(scope="module")
+def finished(vllm_server: str, tiny_models: Path, tmp_path_factory) -> Run:
+    """Two steps with the server as the teacher, and a student that comes with code of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    student, mark = with_own_code(tiny_models / "student", folder)
     command = [
         *(sys.executable, "-m", "rock_opd", "train", str(ROOT / "recipes" / "debug_cpu.yaml")),
         "run.name=remote",
-        f"run.dir={tmp_path}",
+        f"run.dir={folder}",
         "run.num_steps=2",
         f"data.prompts={tiny_models / 'prompts.jsonl'}",
-        f"student.model={tiny_models / 'student'}",
+        f"student.model={student}",
+        "student.trust_remote_code=true",
         f"teacher.model={tiny_models / 'teacher'}",
         "teacher.engine=http",
         f"teacher.urls=[{vllm_server}]",
@@ -781,22 +802,56 @@ def test_a_run_with_a_remote_teacher_ends_well_and_keeps_the_key_to_itself(
         "eval.num_heldout=0",
         "log.occurrences=true",
     ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "TEACHER_API_KEY": KEY, "RAY_TMPDIR": str(tmp_path / "r")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / "remote"
+    environment = {
+        **os.environ,
+        "TEACHER_API_KEY": KEY,
+        "HF_MODULES_CACHE": str(folder / "modules"),
+        "RAY_TMPDIR": tempfile.mkdtemp(),  # a socket's path must be short
+        "PYTHONPATH": str(ROOT),
+    }
+    listened: set[tuple[str, str]] = set()
+    with (folder / "output").open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+    deadline = time.monotonic() + 600
+    while process.poll() is None and time.monotonic() < deadline:
+        listened |= listening(process.pid)
+        time.sleep(0.5)
+    process.kill()
+    output = (folder / "output").read_text()
+    assert process.wait() == 0, output[-3000:]
+    shutil.move(environment["RAY_TMPDIR"], folder / "ray")
+    return Run(folder, output, listened, mark.exists())
+
+
+def listening(pid: int) -> set[tuple[str, str]]:
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                for line in process.net_connections("inet"):
+                    if line.status == psutil.CONN_LISTEN:
+                        found.add((line.laddr.ip, process.name()))
+    return found
+
+
+def test_a_run_with_a_remote_teacher_ends_well(finished: Run):
+    run = finished.folder / "remote"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 < row["train/kl_mean"] < 10 for row in rows)
-    assert "api_key_env: TEACHER_API_KEY" in (run / "config.yaml").read_text()
-    files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert len(files) > 20
-    holding = [file for file in files if KEY.encode() in file.read_bytes()]
-    assert not holding and KEY not in done.stdout + done.stderr
+    assert finished.own_code_ran  # student.trust_remote_code reached every role
+
+
+def test_the_servers_key_is_in_no_file_of_the_run_nor_in_its_output(finished: Run):
+    assert "api_key_env: TEACHER_API_KEY" in (finished.folder / "remote/config.yaml").read_text()
+    files = [file for file in finished.folder.rglob("*") if file.is_file()]
+    assert len([file for file in files if "ray" in file.parts]) > 20
+    assert not [file for file in files if KEY.encode() in file.read_bytes()]
+
+
+def test_a_run_of_its_own_listens_on_loopback_alone(finished: Run):
+    print(sorted(finished.listened))
+    assert len({program for _, program in finished.listened}) >= 3
+    assert {ip for ip, _ in finished.listened} <= {"127.0.0.1", "::1"}
