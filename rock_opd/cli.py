@@ -54,6 +54,10 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
 
     cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()))
     click.echo(f"run folder: {cfg.run_dir}", err=True)
+    from rock_opd.runlock import claim
+
+    if stale := claim(cfg.run_dir).taken_over:
+        click.echo(stale, err=True)
     replaced = ("resume=", "run.name=", "run.stop_after=")
     others = [o for o in overrides if not o.startswith(replaced)]
     if address:

@@ -91,7 +91,7 @@ def test_a_recipe_may_ask_for_the_next_free_name(tmp_path):
     recipe = load_recipe(tmp_path / "r.yaml", [f"run.dir={tmp_path}", "run.on_existing=new"])
     assert settle_run_dir(recipe).run.name == "t"
     for name in ("t", "t-2"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.yaml").write_text("")
     assert settle_run_dir(recipe).run.name == "t-3"
 
