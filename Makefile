@@ -18,7 +18,7 @@ INSTALL := $(PIP) install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 WEIGHTS := $(VENV)/.weights
 
-.PHONY: venv test test-slow test-gpu quickstart debug lint format clean
+.PHONY: venv test test-slow test-gpu quickstart debug troubleshooting lint format clean
 
 venv: $(READY)
 
@@ -70,6 +70,10 @@ quickstart: $(WEIGHTS)
 debug: $(READY)
 	$(VENV)/bin/rock-opd prepare-demo demo/tiny --tiny
 	$(VENV)/bin/rock-opd train recipes/debug_cpu.yaml
+
+# docs/troubleshooting.md, from the catalogue of bad input in tests/bad_input/.
+troubleshooting: $(READY)
+	$(PY) tests/bad_input/render.py
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -126,7 +126,7 @@ def load_prompts(
     skipped: Counter[str] = Counter()
     offenders: list[str] = []
     stop = cfg.skip + cfg.limit if cfg.limit else None
-    num_rows = 0
+    num_rows, index = 0, -1
     for index, row in enumerate(file_rows(path)):
         if index < cfg.skip:
             continue
@@ -139,6 +139,8 @@ def load_prompts(
             prompt, source = reader.read(row, index)
             if prompt.prompt_id in messages:
                 raise BadRow("duplicate id", f"id '{prompt.prompt_id}' came before")
+        except DataError as error:  # of the whole file, seen in this row
+            raise DataError(f"{path}, row {index + 1}: {error}") from None
         except BadRow as bad:
             where = f"{path}, row {index + 1}: {bad.reason}: {bad.detail}"
             if cfg.on_bad_row == "fail":
@@ -149,11 +151,16 @@ def load_prompts(
         else:
             prompts.append(prompt)
             messages[prompt.prompt_id] = source
+    if index < 0:
+        raise DataError(f"{path}: the file has no row")
+    if not num_rows:
+        raise DataError(
+            f"{path}: data.skip={cfg.skip} leaves out all of its {index + 1} rows; lower it"
+        )
     if not prompts:
-        first = f"; first: {offenders[0]}" if offenders else ""
         raise DataError(
             f"{path}: none of {num_rows} rows is usable (data.skip={cfg.skip}, "
-            f"data.limit={cfg.limit}){first}"
+            f"data.limit={cfg.limit}); first: {offenders[0]}"
         )
     return PromptSet(
         prompts=tuple(prompts),

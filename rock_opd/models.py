@@ -372,6 +372,9 @@ def _read_json(path: Path, model: str) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, without what follows."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    """What an exception says, in one line: its first, and the next where that one only announces
+    it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -193,7 +193,7 @@ def test_a_file_without_a_usable_row_is_an_error_that_names_the_first_reason(loa
 
 
 def test_an_empty_file_is_an_error(load):
-    with pytest.raises(DataError, match="none of 0 rows"):
+    with pytest.raises(DataError, match="the file has no row"):
         load(b"")
 
 

@@ -1,0 +1,327 @@
+"""Recipes and command lines that cannot run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from case import Bench, Case
+
+from rock_opd.config import load_recipe
+from rock_opd.errors import ConfigError
+
+SOUND = b"""data: {prompts: p.jsonl}
+student: {model: s}
+teacher: {model: t}
+"""
+
+
+def recipe(
+    id: str, wrong: str, content: bytes, says: str, todo: str, *, borrowed: str | None = None
+) -> Case:
+    """The sound recipe with this behind it."""
+    return whole(id, wrong, SOUND + content, says, todo, borrowed=borrowed)
+
+
+def whole(
+    id: str, wrong: str, content: bytes, says: str, todo: str, *, borrowed: str | None = None
+) -> Case:
+    """A file of this content."""
+
+    def run(bench: Bench) -> object:
+        return load_recipe(bench.write("r.yaml", content))
+
+    return Case(
+        id=id,
+        area="recipe",
+        wrong=wrong,
+        run=run,
+        error=ConfigError,
+        says=says,
+        todo=todo,
+        borrowed=borrowed,
+    )
+
+
+def override(id: str, wrong: str, *overrides: str, says: str, todo: str) -> Case:
+    def run(bench: Bench) -> object:
+        return load_recipe(bench.write("r.yaml", SOUND), list(overrides))
+
+    return Case(id=id, area="recipe", wrong=wrong, run=run, error=ConfigError, says=says, todo=todo)
+
+
+def _missing(bench: Bench) -> object:
+    return load_recipe(bench.folder / "nowhere.yaml")
+
+
+def _folder(bench: Bench) -> object:
+    (bench.folder / "recipes").mkdir()
+    return load_recipe(bench.folder / "recipes")
+
+
+def _resume_nothing(bench: Bench) -> object:
+    from rock_opd.driver import settle_run_dir
+
+    return settle_run_dir(bench.recipe("resume=true"))
+
+
+def _from_run(bench: Bench) -> object:
+    (bench.folder / "runs" / "first").mkdir(parents=True)
+    return bench.inputs(f"student.from_run={bench.folder / 'runs' / 'first'}")
+
+
+def _said(id: str, wrong: str, run: object, says: str, todo: str) -> Case:
+    return Case(id=id, area="recipe", wrong=wrong, run=run, error=ConfigError, says=says, todo=todo)
+
+
+CASES = [
+    _said(
+        "no-recipe",
+        "the file does not exist",
+        _missing,
+        r"^recipe nowhere.yaml: no such file$",
+        "Name the file; paths are taken from the working directory.",
+    ),
+    _said(
+        "recipe-folder",
+        "a folder in place of a file",
+        _folder,
+        r"expected a YAML file, got a folder",
+        "Name the file in it.",
+    ),
+    whole(
+        "empty-recipe",
+        "an empty file",
+        b"",
+        r"data.prompts is missing",
+        "Give data.prompts, student.model and teacher.model.",
+    ),
+    whole(
+        "tab-in-yaml",
+        "indented with tabs",
+        b"run:\n\tname: x\n",
+        r"not readable as YAML: line 2: ",
+        "Indent with spaces.",
+    ),
+    whole(
+        "two-colons",
+        "two keys in one line",
+        b"run: name: x\n",
+        r"not readable as YAML: line 1: ",
+        "One key a line, or braces: `run: {name: x}`.",
+    ),
+    recipe(
+        "duplicate-section",
+        "a section twice",
+        b"run: {name: a}\nrun: {name: b}\n",
+        r"line 5: found duplicate key run",
+        "Merge the two.",
+    ),
+    whole(
+        "list-recipe",
+        "a list in place of sections",
+        b"- a\n- b\n",
+        r"expected a mapping of sections, got ",
+        "Begin with `run:`, `data:` and so on.",
+        borrowed=r"ListConfig",
+    ),
+    whole(
+        "binary-recipe",
+        "not text at all",
+        bytes(range(256)),
+        r"not readable as YAML",
+        "Name the YAML file.",
+        borrowed=r"(?<=not readable as YAML: ).*",
+    ),
+    recipe(
+        "latin-1-recipe",
+        "another encoding than UTF-8",
+        b"log: {wandb_project: caf\xe9}\n",
+        r"not readable as YAML",
+        "Save it as UTF-8.",
+        borrowed=r"(?<=not readable as YAML: ).*",
+    ),
+    recipe(
+        "python-tag",
+        "a YAML tag that would run Python",
+        b"run: !!python/object/apply:os.system ['echo ran']\n",
+        r"could not determine a constructor for the tag",
+        "Write plain values; tags are never run.",
+    ),
+    recipe(
+        "deep-yaml",
+        "brackets nested five thousand deep",
+        b"x: " + b"[" * 5_000,
+        r"not readable as YAML",
+        "Write a recipe.",
+        borrowed=r"(?<=not readable as YAML: ).*",
+    ),
+    recipe(
+        "unknown-key",
+        "a key that does not exist",
+        b"optim: {learning_rate: 1.0e-5}\n",
+        r"unknown key 'optim.learning_rate'; optim has: lr, ",
+        "Take the name from the list.",
+        borrowed=r"(?<=optim has: ).*",
+    ),
+    recipe(
+        "misspelt-key",
+        "a key with a slip",
+        b"rollout: {temprature: 1.0}\n",
+        r"unknown key 'rollout.temprature'; did you mean 'rollout.temperature'\?",
+        "Take the name it suggests.",
+    ),
+    recipe(
+        "key-outside-its-section",
+        "a key at the top that belongs into a section",
+        b"max_new_tokens: 100\n",
+        r"did you mean 'rollout.max_new_tokens' or 'eval.max_new_tokens'\?",
+        "Indent it under its section.",
+    ),
+    recipe(
+        "word-for-number",
+        "a word where a number belongs",
+        b"optim: {lr: fast}\n",
+        r"optim.lr: Value 'fast'",
+        "Write a number.",
+    ),
+    replace(
+        recipe(
+            "number-without-point",
+            "`1e-5`, which YAML takes for text",
+            b"optim: {lr: 1e-5}\n",
+            "",
+            "Nothing: it is read as the number.",
+        ),
+        outcome="read",
+    ),
+    recipe(
+        "fraction-for-count",
+        "a fraction where a count belongs",
+        b"rollout: {prompts_per_step: 2.5}\n",
+        r"rollout.prompts_per_step: Value '2.5'",
+        "Write a whole number.",
+    ),
+    recipe(
+        "nan-in-recipe",
+        "not a number",
+        b"optim: {lr: .nan}\n",
+        r"optim.lr must lie in \(0, 1\], got nan",
+        "Write a number in the range.",
+    ),
+    recipe(
+        "null-in-recipe",
+        "null where a value is needed",
+        b"run: {seed: null}\n",
+        r"run.seed: Incompatible value 'None'",
+        "Give a value, or leave the key out.",
+    ),
+    recipe(
+        "section-is-a-word",
+        "a value where a section belongs",
+        b"optim: adamw\n",
+        r"optim must be a mapping of keys to values",
+        "Write `optim: {lr: ...}`.",
+    ),
+    recipe(
+        "unknown-choice",
+        "a choice that does not exist",
+        b"policy: {name: rock_freze}\n",
+        r"policy.name must be one of .*, got 'rock_freze'; did you mean 'rock_freeze'\?",
+        "Take one of those listed.",
+        borrowed=r"(?<=must be one of ).*(?=, got)",
+    ),
+    recipe(
+        "interpolation-to-nothing",
+        "a reference to a key that does not exist",
+        b"run: {name: '${runs.name}'}\n",
+        r"run.name: Interpolation key 'runs.name' not found",
+        "Correct the reference.",
+    ),
+    recipe(
+        "environment-in-recipe",
+        "a reference to an environment variable",
+        b"run: {name: '${oc.env:HOME}'}\n",
+        r"a value may refer to another key",
+        "Write the value; keys are read from the variable that teacher.api_key_env names.",
+    ),
+    whole(
+        "empty-model-name",
+        "a name left empty",
+        b"data: {prompts: p.jsonl}\nstudent: {model: ''}\nteacher: {model: t}\n",
+        r"student.model is missing",
+        "Name the folder or the hub id.",
+    ),
+    override(
+        "override-without-value",
+        "an override that is no `key=value`",
+        "run.name",
+        says=r"override 'run.name' must look like key.sub=value",
+        todo="Write `run.name=...`.",
+    ),
+    override(
+        "override-torn",
+        "an override cut short by the shell",
+        "optim.betas=[0.9,",
+        says=r"override 'optim.betas=\[0.9,'",
+        todo="Quote what holds brackets or spaces.",
+    ),
+    override(
+        "name-leaves-the-folder",
+        "a run name that is a path",
+        "run.name=../../etc",
+        says=r"run.name must be letters, digits",
+        todo="Name the run; run.dir is the folder.",
+    ),
+    override(
+        "biased-policy-gradient",
+        "policy gradient at another temperature than 1",
+        "loss.divergence=policy_gradient",
+        "teacher.payload=sampled",
+        "rollout.temperature=0.7",
+        says=r"policy_gradient is biased unless rollout.temperature=1",
+        todo="Set temperature and top_p to 1, or train on reverse_kl.",
+    ),
+    override(
+        "sampled-log-ratio",
+        "a divergence from sampled log-probabilities alone",
+        "teacher.payload=sampled",
+        says=r"back-propagating the sampled log-ratio drops the teacher",
+        todo="Take payload hidden or topk_tail.",
+    ),
+    override(
+        "hidden-from-server",
+        "hidden rows asked of an engine that has none",
+        "teacher.engine=prompt_logprobs",
+        "teacher.payload=hidden",
+        says=r"teacher.payload 'hidden' needs teacher.engine 'hidden'",
+        todo="Take payload topk_tail.",
+    ),
+    override(
+        "heldout-is-trained-on",
+        "held-out prompts that would be trained on",
+        "eval.num_heldout=8",
+        says=r"held-out prompts must not be trained on",
+        todo="Set data.skip, or name eval.heldout_prompts.",
+    ),
+    override(
+        "list-without-a-file",
+        "policy list without its list",
+        "policy.name=list",
+        says=r"policy.ids_file goes with policy.name=list",
+        todo="Name policy.ids_file.",
+    ),
+    _said(
+        "resume-of-nothing",
+        "resume where no run is",
+        _resume_nothing,
+        r"resume=true, but .* holds no run",
+        "Leave resume out, or name the run.",
+    ),
+    _said(
+        "from-unfinished-run",
+        "a student taken from a run that has not finished",
+        _from_run,
+        r"student.from_run runs/first: no model/ in it; has that run finished\?",
+        "Let it finish, or name a model.",
+    ),
+]
