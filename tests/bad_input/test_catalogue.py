@@ -18,6 +18,11 @@ from render import COMMAND, PAGE, TITLES, page, shown
 from rock_opd.errors import ConfigError, DataError, ModelError
 
 BY_ID = {case.id: case for case in CASES}
+NAMED = {
+    "dataset": r"\.(jsonl|json|csv|parquet)|prompts",
+    "model": r"student|teacher|model|jsonl",
+}
+"""What a line must name: the file, or the model."""
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +54,7 @@ def test_bad_input_is_one_clear_line_or_counted(name, seen):
         assert type(result.error) in (ConfigError, DataError, ModelError)
         assert isinstance(result.error, case.error)
         assert len(result.line) < 500
-        named = {
-            "dataset": r"\.(jsonl|json|csv|parquet)|prompts",
-            "model": r"student|teacher|model",
-        }
-        assert re.search(named.get(case.area, ""), result.line)
+        assert re.search(NAMED.get(case.area, ""), result.line)
     if result.outcome == "left out":
         assert result.counted == {case.reason: 1}
 
