@@ -93,7 +93,7 @@ def test_the_summary_holds_every_field(reference):
     assert low < summary["heldout_kl_after"] - summary["heldout_kl_before"] < high
     assert len(summary["frozen_share"]) == NUM_STEPS and summary["tokens_per_s"] > 0
     assert {"rollout", "teacher", "train", "sync", "step"} <= summary["phase_s"].keys()
-    assert {"id", "text", "count", "mean_kl", "score", "frozen"} == summary["rocks"][0].keys()
+    assert {"id", "text", "count", "mean_kl", "score", "frozen"} <= summary["rocks"][0].keys()
     assert 0 <= summary["accuracy"] <= 1
 
 
