@@ -15,6 +15,7 @@ ENGINES = [
     "transformers>=5.5.3,<6",
     "safetensors>=0.5",
     "huggingface_hub>=0.34",
+    "urllib3>=2.2,<3",
     "tensorboard>=2.15",
     "math-verify>=0.8",
 ]

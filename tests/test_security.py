@@ -45,9 +45,9 @@ def is_constant(value: ast.expr | None, wanted: object) -> bool:
 
 
 def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
-    assert len(calls()) > 3000
-    wrong = []
-    for where, what, keywords in calls():
+    every, wrong = calls(), []
+    assert len(every) > 3000
+    for where, what, keywords in every:
         name = what.rpartition(".")[2]
         if (
             (what == "torch.load" and not is_constant(keywords.get("weights_only"), True))

@@ -842,6 +842,7 @@ def test_a_run_with_a_remote_teacher_ends_well(finished: Run):
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 < row["train/kl_mean"] < 10 for row in rows)
     assert finished.own_code_ran  # student.trust_remote_code reached every role
+    assert (run / "model" / "own.py").exists()  # what is saved comes with its code
 
 
 def test_the_servers_key_is_in_no_file_of_the_run_nor_in_its_output(finished: Run):
