@@ -230,6 +230,13 @@ def _check_vocabulary(report: CheckReport, recipe: Recipe, facts: dict[str, Mode
             f"{_tokens(stops[teacher], teacher)}: where one ends and the other goes on, the "
             "divergence is about stopping; set eos_token_id alike in both generation_config.json",
         )
+    top_k = recipe.teacher.top_k
+    if recipe.teacher.payload == "topk_tail" and top_k >= width:
+        report.add(
+            "fail",
+            f"teacher.top_k={top_k} leaves no tail of {width} ids; lower it, or use "
+            "teacher.payload=hidden for the full vocabulary",
+        )
     _check_special_tokens(report, recipe)
     for ids_file in (recipe.policy.ids_file, recipe.policy.guard_file):
         if ids_file is None:

@@ -236,6 +236,13 @@ def test_a_quantised_head_fails_with_what_to_take_instead(recipe, tiny_models, t
     assert not check(recipe(f"teacher.model={teacher}", *other), static=False).failed
 
 
+@pytest.mark.parametrize("top_k, fails", [(1023, 0), (1024, 1)])
+def test_a_table_needs_a_tail(recipe, top_k, fails):
+    report = check(recipe("teacher.payload=topk_tail", f"teacher.top_k={top_k}"), static=False)
+    found = of_level(report, "fail")
+    assert len(found) == fails and all("leaves no tail of 1024 ids" in text for text in found)
+
+
 def test_findings_are_one_line_each_and_json_on_request(recipe):
     report = check(recipe("teacher.tensor_parallel=2"), static=True)
     assert "FAIL  teacher.tensor_parallel=2 needs GPUs, run.device is cpu" in report.lines
