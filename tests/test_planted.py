@@ -51,7 +51,7 @@ def outcomes(pairs) -> list[Outcome]:
     """The product's loop on them; the first long enough to learn the rare-hard types."""
     return [
         run_pair(pair, "run", f"run.num_steps={steps}")
-        for pair, steps in zip(pairs, (120, 60), strict=True)
+        for pair, steps in zip(pairs, (120, 45), strict=True)
     ]
 
 
