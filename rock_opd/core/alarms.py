@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rock_opd.config import AlarmConfig
+if TYPE_CHECKING:
+    from rock_opd.config import AlarmConfig
 
 REARM = 0.9
 """Share of its bound below which an alarm may sound again."""
