@@ -30,7 +30,6 @@ import os
 import random
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ from rock_opd.engines.student_module import (
     loss_rows,
     probe_error,
 )
+from rock_opd.engines.student_offload import leave_device, return_to_device
 from rock_opd.engines.student_state import (
     Part,
     StateReader,
@@ -62,6 +62,7 @@ from rock_opd.engines.student_state import (
     spread_weights,
     write_state,
 )
+from rock_opd.engines.student_weights import bucket_plan, gathered, named_tensors
 from rock_opd.engines.weight_sync import ParamInfo
 from rock_opd.errors import DataError, ModelError, NumericsError
 from rock_opd.models import is_trusted, load_config
@@ -544,7 +545,7 @@ class StudentEngine:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        for full in self._gathered(max_bytes):
+        for full in gathered(self._hf_model, max_bytes, stage=self._stage):
             # transformers keeps some weights in another form than checkpoints (fused experts).
             yield (
                 list(revert_weight_conversion(self._hf_model, full).items())
@@ -556,52 +557,15 @@ class StudentEngine:
         """Name and full shape of every tensor of ``gathered_weights``, in its order; no gather."""
         return [
             ParamInfo(name=name, shape=tuple(getattr(tensor, "ds_shape", tensor.shape)))
-            for name, tensor in self._named_tensors().items()
+            for name, tensor in named_tensors(self._hf_model).items()
         ]
 
     def gathered_weights(self, max_bytes: int = SHARD_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Full tensors on EVERY rank's device, under transformers' own names (experts fused), for
         hand-over on the GPU itself. Collective; each tensor is valid until the next is asked for.
         """
-        for full in self._gathered(max_bytes):
+        for full in gathered(self._hf_model, max_bytes, stage=self._stage):
             yield from full.items()
-
-    def _gathered(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Full tensors by name, bucket by bucket, on every rank."""
-        import deepspeed
-
-        named = self._named_tensors()
-        for names in self._plan(max_bytes):
-            tensors = {name: named[name] for name in names}
-            gathered = (
-                deepspeed.zero.GatheredParameters(list(tensors.values()))
-                if self._stage == 3
-                else nullcontext()
-            )
-            with gathered:
-                yield {name: tensor.detach() for name, tensor in tensors.items()}
-
-    def _named_tensors(self) -> dict[str, Tensor]:
-        """Parameters (a shared one once) and the buffers that belong to a checkpoint."""
-        tensors: dict[str, Tensor] = dict(self._hf_model.named_parameters())
-        for prefix, module in self._hf_model.named_modules():
-            for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    tensors[name] = buffer
-        return tensors
-
-    def _plan(self, max_bytes: int) -> list[list[str]]:
-        """Names bucket by bucket, by full shape: a shard on one rank says nothing of it."""
-        plan: list[list[str]] = []
-        filled = max_bytes + 1
-        for name, tensor in self._named_tensors().items():
-            size = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
-            if filled + size > max_bytes:
-                plan.append([])
-                filled = 0
-            plan[-1].append(name)
-            filled += size
-        return plan
 
     def save_hf(
         self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, background: bool = False
@@ -619,7 +583,7 @@ class StudentEngine:
             StorageError: they could not be written (from ``written``, with ``background``).
         """
         path = Path(path)
-        folder = ModelFolder(path, num_shards=len(self._plan(shard_bytes)))
+        folder = ModelFolder(path, num_shards=len(bucket_plan(self._hf_model, shard_bytes)))
         for bucket in self.weight_buckets(shard_bytes):
             if self._rank == 0:
                 shard = self._disk.submit(folder.write, host_copies(bucket))
@@ -723,7 +687,7 @@ class StudentEngine:
 
     def _buffers(self) -> dict[str, Tensor]:
         parameters = dict(self._hf_model.named_parameters())
-        return {n: t for n, t in self._named_tensors().items() if n not in parameters}
+        return {n: t for n, t in named_tensors(self._hf_model).items() if n not in parameters}
 
     # ---------------------------------------------------------------- sharing a GPU
 
@@ -745,60 +709,28 @@ class StudentEngine:
 
     def _leave_device(self) -> None:
         if self.trains:
-            self._offload_training()
+            if not hasattr(self._engine.optimizer, "offload_states"):
+                raise ModelError(
+                    f"student: ZeRO stage {self._stage} in {self._shape()['dtype']} cannot leave "
+                    "the GPU; sharing GPUs (placement.colocate) needs student.zero_stage 2 or 3"
+                )
+            leave_device(self._engine, self._stage, on_host=self._cfg.offload_optimizer)
         else:
             self._module.to("cpu")
         head = self._module.head
         head.teacher_head = None if head.teacher_head is None else head.teacher_head.to("cpu")
 
-    def _offload_training(self) -> None:
-        optimizer = self._engine.optimizer
-        if not hasattr(optimizer, "offload_states"):
-            raise ModelError(
-                f"student: ZeRO stage {self._stage} in {self._shape()['dtype']} cannot leave the "
-                "GPU; sharing GPUs (placement.colocate) needs student.zero_stage 2 or 3"
-            )
-        for tensor in self._optimizer_tensors():
-            tensor.data = tensor.data.to("cpu")
-        self._engine.offload_states(include=self._movable(), pin_memory=False)
-
     def _return_to_device(self) -> None:
         if self.trains:
-            self._engine.reload_states()
-            for tensor in self._optimizer_tensors():
-                tensor.data = tensor.data.to(self._device)
+            return_to_device(
+                self._engine, self._stage, self._device, on_host=self._cfg.offload_optimizer
+            )
         else:
             self._module.to(self._device)
         head = self._module.head
         head.teacher_head = (
             None if head.teacher_head is None else head.teacher_head.to(self._device)
         )
-
-    def _movable(self) -> list[Any]:
-        """What DeepSpeed moves. At stage 3 it moves optimizer states for its own FusedAdam only
-        (0.19.8), so those are moved by ``_optimizer_tensors``."""
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-
-        parts = [State.lp_params]
-        if (
-            not self._cfg.offload_optimizer
-        ):  # else these live on the host, and reload would fetch them
-            parts.append(State.lp_grads)
-        if self._stage == 3:
-            parts.append(State.contiguous_grad_buffer)
-        elif not self._cfg.offload_optimizer:
-            parts.append(State.hp_params)
-        return parts
-
-    def _optimizer_tensors(self) -> list[Tensor]:
-        """Moments, and at stage 3 the float32 weights: one flat shard each."""
-        if self._cfg.offload_optimizer:
-            return []  # they live on the host
-        optimizer = self._engine.optimizer
-        states = [
-            s[key] for s in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
-        ]
-        return states + (optimizer.fp32_partitioned_groups_flat if self._stage == 3 else [])
 
     def _shape(self) -> dict[str, Any]:
         return {
