@@ -1,8 +1,8 @@
 """A real run killed as a whole in the middle of a step, and resumed: it equals the one that was
 not.
 
-Three runs of recipes/debug_cpu.yaml, and a fourth that goes on from the same death without its
-journal and with other workers.
+Three runs of recipes/debug_cpu.yaml; with ``slow``, a fourth that goes on from the same death
+without its journal and with other workers.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def test_a_run_killed_in_a_step_and_resumed_equals_the_uninterrupted_one_bit_by_
     assert_equal(uninterrupted, killed)
 
 
+@pytest.mark.slow  # minutes; the stand-ins of test_coordinator show the same in seconds
 def test_without_the_journal_and_with_other_workers_it_is_the_same_run(
     uninterrupted, killed, tiny_models, folder
 ):
