@@ -18,7 +18,7 @@ INSTALL := $(PIP) install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 WEIGHTS := $(VENV)/.weights
 
-.PHONY: venv test test-slow test-gpu quickstart debug troubleshooting lint format clean
+.PHONY: venv test test-slow test-gpu quickstart debug chaos troubleshooting lint format clean
 
 venv: $(READY)
 
@@ -74,6 +74,12 @@ debug: $(READY)
 # docs/troubleshooting.md, from the catalogue of bad input in tests/bad_input/.
 troubleshooting: $(READY)
 	$(PY) tests/bad_input/render.py
+
+# Seeded kills of real runs, for hours; goes on where it stopped. Writes runs/chaos/chaos.json.
+CHAOS_KILLS ?= 200
+CHAOS_ARGS ?=
+chaos: $(READY)
+	$(PY) tests/chaos/run.py --kills $(CHAOS_KILLS) --out runs/chaos $(CHAOS_ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

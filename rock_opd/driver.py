@@ -7,24 +7,31 @@ sits on the head node, where running out of memory would take the cluster's cont
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
-from rock_opd.coordinator import Coordinator, Progress
+from rock_opd.coordinator import Coordinator, Progress, Restart
 from rock_opd.data import PromptSet
-from rock_opd.errors import ConfigError, PlacementError, RockOPDError, RoleError
+from rock_opd.errors import ConfigError, PlacementError
 from rock_opd.inputs import Inputs, load_inputs
-from rock_opd.models import stop_token_ids
+from rock_opd.models import stop_token_ids, trust_code
+from rock_opd.runlock import RunTaken, claim
+from rock_opd.runlog import write_atomic
 
-POLL_S = 0.3
+if TYPE_CHECKING:
+    from rock_opd.actors.processes import Process
+
 START_ATTEMPTS = 3
 """Starting a cluster of our own: Ray itself gives a raylet 30 s, which a busy machine exceeds."""
 
@@ -51,35 +58,50 @@ class CoordinatorActor:
     """The coordinator in a process of its own, with a thread for those who ask how it goes."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
-        self._progress = Progress()
+        from rock_opd.actors.processes import this_process
 
-    def run(self, recipe: Recipe, inputs: Inputs | None) -> dict[str, Any]:
-        """The whole run; returns its summary.
+        self._stop = threading.Event()
+        self._progress = Progress(processes=(this_process("coordinator", 0),))
+
+    def run(
+        self, recipe: Recipe, inputs: Inputs | None, restarts: Sequence[Restart] = ()
+    ) -> dict[str, Any]:
+        """The whole run, or what is left of it; returns its summary.
 
         Args:
             inputs: what the driver has read already; None: read it here.
+            restarts: what it has been through: after the first, it goes on from its newest whole
+                checkpoint, or starts over where there is none.
         """
         from rock_opd.actors.groups import start_roles
         from rock_opd.actors.placement import resolve_device
+        from rock_opd.actors.waiting import Stopped
 
+        self._progress.on_phase = partial(write_phase, recipe.run_dir)
+        trust_code(*recipe.trusted_models)
         inputs = inputs or load_inputs(recipe)
-        for line in (*skipped_lines(inputs.prompts), *inputs.notices):
-            self._progress.say(line)
+        if restarts:
+            recipe = replace(recipe, resume=bool(list_checkpoints(recipe.run_dir)))
+        else:
+            for line in (*skipped_lines(inputs.prompts), *inputs.notices):
+                self._progress.say(line)
         dtype = resolve_dtype(recipe.student.dtype, resolve_device(recipe))
         steps = num_steps(recipe, inputs.prompts, dtype=dtype)
         self._progress.say(f"{steps} steps, student in {dtype}")
         self._progress.phase = "starting"
-        roles = start_roles(
-            recipe,
-            num_updates=steps,
-            num_real_ids=inputs.num_real_ids,
-            stop_token_ids=stop_token_ids(recipe.student.model),
-            say=self._progress.say,
-        )
         try:
-            if self._stop.is_set():
-                return {"finished": False, "num_steps": None}
+            roles = start_roles(
+                recipe,
+                num_updates=steps,
+                num_real_ids=inputs.num_real_ids,
+                stop_token_ids=stop_token_ids(recipe.student.model),
+                say=self._progress.say,
+                joined=self._joined,
+                stop=self._stop.is_set,
+            )
+        except Stopped:
+            return {"finished": False, "num_steps": None}
+        try:
             return Coordinator(
                 recipe,
                 inputs,
@@ -88,17 +110,44 @@ class CoordinatorActor:
                 grader=partial(grade_in_task, timeout_s=recipe.run.phase_timeout_s),
                 progress=self._progress,
                 stop=self._stop,
+                restarts=restarts,
             ).run()
         finally:
             roles.stop()
 
+    def _joined(self, process: Process) -> None:
+        """A new process, in the place of the one of its name."""
+        others = [
+            p
+            for p in self._progress.processes
+            if (p.role, p.index) != (process.role, process.index)
+        ]
+        self._progress.processes = (*others, process)
+        if self._progress.on_phase is not None:
+            self._progress.on_phase(self._progress)
+
     def progress(self, seen: int) -> Progress:
         """Where the run stands; lines from number ``seen`` on."""
-        return replace(self._progress, lines=self._progress.lines[seen:])
+        return replace(self._progress, lines=self._progress.lines[seen:], on_phase=None)
 
     def request_stop(self) -> None:
-        """Ends the run after the step it is in."""
+        """Ends the run after the step it is in, or at once while its engines start."""
         self._stop.set()
+
+
+def write_phase(run_dir: Path, progress: Progress) -> None:
+    """``phase.json``: what the run is doing, since when, and by which processes."""
+    what = {
+        "step": progress.step,
+        "phase": progress.phase,
+        "since": round(progress.since, 3),
+        "processes": [
+            {"role": p.role, "index": p.index, "ip": p.ip, "pid": p.pid} for p in progress.processes
+        ],
+    }
+    with suppress(OSError):  # for onlookers: a full disk is told by what needs it
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(run_dir / "phase.json", json.dumps(what) + "\n")
 
 
 def grade_in_task(answers: list[str], golds: list[str], *, timeout_s: float) -> list[bool]:
@@ -118,10 +167,12 @@ def cluster_address(address: str | None) -> str | None:
 
 
 def connect(address: str | None) -> None:
-    """Joins the cluster at ``cluster_address(address)``, or starts one on this machine."""
+    """Joins the cluster at ``cluster_address(address)``, or starts one on this machine, which
+    listens on loopback alone."""
     import ray
 
     address = cluster_address(address)
+    _listen_on_loopback(address is None)
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     if address:
         try:
@@ -144,6 +195,31 @@ def connect(address: str | None) -> None:
                 ) from None
 
 
+_ALONE = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's name for: this machine alone
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+
+
+def _listen_on_loopback(alone: bool) -> None:
+    """What Ray and the process groups of its actors read before they open sockets.
+
+    Ray 2.60 takes loopback for its address on macOS and Windows only, and its node's address cannot
+    be set to it (``ray.init`` resolves it away); the switch behind that is this constant, read from
+    the environment when Ray is imported. It can go when ``_node_ip_address="127.0.0.1"`` is kept.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = not alone
+    if alone:
+        for name, value in _ALONE.items():
+            os.environ.setdefault(name, value)
+
+
 def train(
     recipe: Recipe,
     *,
@@ -153,87 +229,38 @@ def train(
     """Runs a recipe to its end, or until it is interrupted.
 
     The first Ctrl-C (or SIGTERM) ends the run after the step it is in and saves; the second
-    abandons it.
+    abandons it, as does a step that takes longer than ``run.grace_s`` after a SIGTERM.
 
     Raises:
         RockOPDError: as the run raised it.
-        KeyboardInterrupt: on the second interruption.
+        KeyboardInterrupt: the run was abandoned.
     """
     import ray
+
+    from rock_opd.supervisor import Wish, supervise
 
     # With a cluster of our own the files are here: a wrong one is said before Ray starts.
     here = cluster_address(address) is None
     inputs = load_inputs(recipe) if here else None
     connect(address)
-    asked = threading.Event()
-    twice = threading.Event()
-
-    def interrupted(signum: int, frame: Any) -> None:
-        (twice if asked.is_set() else asked).set()
-
-    previous = {s: signal.signal(s, interrupted) for s in (signal.SIGINT, signal.SIGTERM)}
-    actor = ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=4).remote()
-    done = actor.run.remote(recipe, inputs)
-    told, seen = False, 0
     try:
-        while True:
-            ready, _ = ray.wait([done], timeout=POLL_S)
-            progress = _ask(actor, seen)
-            if progress is not None:
-                seen += len(progress.lines)
-                show(progress)
-            if ready:
-                return _result(done)
-            if twice.is_set():
-                raise KeyboardInterrupt
-            if asked.is_set() and not told:
-                actor.request_stop.remote()
-                told = True
-                show(
-                    Progress(
-                        phase="stopping",
-                        lines=["stopping after this step (once more to abandon it)"],
-                    )
-                )
+        with Wish(recipe.run.grace_s) as wish:
+            return supervise(CoordinatorActor, recipe, inputs, wish=wish, show=show)
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        ray.kill(actor)
         ray.shutdown()
-
-
-def _ask(actor: Any, seen: int) -> Progress | None:
-    import ray
-
-    try:
-        return ray.get(actor.progress.remote(seen), timeout=30)
-    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-        return None
-
-
-def _result(done: Any) -> dict[str, Any]:
-    import ray
-
-    try:
-        return ray.get(done)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, RockOPDError):
-            raise error.cause from None
-        raise RoleError(f"the coordinator failed:\n{error}") from None
-    except ray.exceptions.RayActorError as error:
-        raise RoleError(f"the coordinator died: {error}") from None
 
 
 def anchor_paths(recipe: Recipe, base: Path) -> Recipe:
     """Paths of a recipe are meant from where the command was typed; actors run elsewhere.
 
-    Only names that exist below ``base`` become absolute: a hub id stays one.
+    Only names that exist below ``base`` become absolute: a hub id stays one. From here on this
+    process runs Python code of the models that the recipe trusts, and of no other.
     """
 
     def anchored(path: str | None) -> str | None:
         return path if path is None or not (base / path).exists() else str((base / path).resolve())
 
-    return replace(
+    recipe = replace(
         recipe,
         run=replace(recipe.run, dir=str((base / recipe.run.dir).resolve())),
         data=replace(recipe.data, prompts=anchored(recipe.data.prompts)),
@@ -254,18 +281,20 @@ def anchor_paths(recipe: Recipe, base: Path) -> Recipe:
             problems=anchored(recipe.eval.problems),
         ),
     )
+    trust_code(*recipe.trusted_models)
+    return recipe
 
 
 def settle_run_dir(recipe: Recipe) -> Recipe:
-    """Sees to it that one run is never written over another; may give this one the next free name.
+    """Claims the run's folder for this process, and sees to it that one run is never written over
+    another; may give this one the next free name.
 
     Raises:
-        ConfigError: the folder holds a run, resume is off and ``run.on_existing`` is fail; or
-        resume
-            is on and there is none.
+        ConfigError: another process has the folder, or it holds a run and resume is off, with
+            ``run.on_existing`` fail; or resume is on and there is none.
     """
-    begun = (recipe.run_dir / "config.yaml").exists()
-    if recipe.resume and not begun:
+    _refuse_links(recipe)
+    if recipe.resume and not _begun(recipe):
         raise ConfigError(
             f"resume=true, but {recipe.run_dir} holds no run; leave it out to start one"
         )
@@ -274,14 +303,41 @@ def settle_run_dir(recipe: Recipe) -> Recipe:
             f"resume=true, but the run in {recipe.run_dir} saved no whole checkpoint; remove the "
             "folder or choose another run.name to start over"
         )
-    if recipe.resume or not begun:
+    if recipe.resume:
+        claim(recipe.run_dir)
         return recipe
-    if recipe.run.on_existing == "fail":
-        way = "go on with resume=true" if list_checkpoints(recipe.run_dir) else "remove the folder"
+    for number in itertools.count(1):
+        name = recipe.run.name if number == 1 else f"{recipe.run.name}-{number}"
+        named = replace(recipe, run=replace(recipe.run, name=name))
+        _refuse_links(named)
+        try:
+            lock = None if _begun(named) else claim(named.run_dir)
+        except RunTaken:
+            if recipe.run.on_existing == "fail":
+                raise
+            continue
+        if lock is not None and not _begun(named):  # nobody began it before it was ours
+            return named
+        if lock is not None:
+            lock.release()
+        if recipe.run.on_existing == "fail":
+            saved = list_checkpoints(recipe.run_dir)
+            way = "go on with resume=true" if saved else "remove the folder"
+            raise ConfigError(
+                f"{recipe.run_dir} already holds a run: {way}, or choose another run.name"
+            )
+    raise AssertionError("numbers do not end")
+
+
+def _begun(recipe: Recipe) -> bool:
+    return (recipe.run_dir / "config.yaml").exists()
+
+
+def _refuse_links(recipe: Recipe) -> None:
+    """A run's name does not lead out of the folder of runs, by a link either."""
+    where = recipe.run_dir.resolve()
+    if where.parent != Path(recipe.run.dir).resolve():
         raise ConfigError(
-            f"{recipe.run_dir} already holds a run: {way}, or choose another run.name"
+            f"{recipe.run_dir} is a link to {where}, outside run.dir; to write there, set run.dir "
+            "and run.name to that folder"
         )
-    number = 2
-    while (recipe.run_dir.with_name(f"{recipe.run.name}-{number}") / "config.yaml").exists():
-        number += 1
-    return replace(recipe, run=replace(recipe.run, name=f"{recipe.run.name}-{number}"))

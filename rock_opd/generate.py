@@ -51,6 +51,7 @@ def generate_answers(
             model=teacher.model,
             num_real_ids=num_real_ids(recipe.student.model, teacher.model),
             stop_token_ids=stop_token_ids(teacher.model),
+            say=say,
         )
         size = cfg.max_num_seqs * cfg.num_workers
 

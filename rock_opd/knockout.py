@@ -346,6 +346,7 @@ def banning_engines(cfg: Recipe, address: str | None, say: Say) -> Iterator[tupl
             num_real_ids=num_real_ids(cfg.student.model, cfg.student.model),
             stop_token_ids=stop_token_ids(cfg.student.model),
             can_ban=True,
+            say=say,
         )
         yield rollouts, partial(grade_in_task, timeout_s=cfg.run.phase_timeout_s)
         release()

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rock_opd.config import LossConfig, OptimConfig, RolloutConfig, StudentConfig, TeacherConfig
-from rock_opd.errors import RoleError, RoleTimeout
+from rock_opd.errors import RoleLost, RoleTimeout
 from rock_opd.types import (
     Rollout,
     RowRequest,
@@ -24,6 +24,8 @@ from rock_opd.types import (
 )
 
 if TYPE_CHECKING:
+    from rock_opd.actors.processes import Process
+    from rock_opd.actors.waiting import Failure, Watch
     from rock_opd.core.gradients import TypeGradients
     from rock_opd.durable import FileFacts
     from rock_opd.engines.gradient_rows import GradientMemory
@@ -50,12 +52,22 @@ def _pin_gpus(gpus: list[int] | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
 
 
-class RolloutWorker:
-    """Holds one vLLM engine that samples from the student."""
+class Worker:
+    """What all roles have in common."""
 
     def __init__(self, gpus: list[int] | None = None) -> None:
         _pin_gpus(gpus)
         self._engine: Any = None
+
+    def identify(self, role: str, index: int) -> Process:
+        """Which process this is."""
+        from rock_opd.actors.processes import this_process
+
+        return this_process(role, index)
+
+
+class RolloutWorker(Worker):
+    """Holds one vLLM engine that samples from the student."""
 
     def start(
         self,
@@ -71,12 +83,19 @@ class RolloutWorker:
         can_sleep: bool,
         can_ban: bool,
         ipc: bool,
+        trusted: tuple[str, ...] = (),
     ) -> None:
         """Starts the engine; apart from the constructor, so that our errors come back as they
-        are."""
+        are.
+
+        Args:
+            trusted: models whose own Python code may run in this process.
+        """
         from rock_opd.engines.vllm_quirks import prepare_environment
         from rock_opd.engines.vllm_rollout import RolloutEngine
+        from rock_opd.models import trust_code
 
+        trust_code(*trusted)
         prepare_environment(device, threads)
         self._engine = RolloutEngine(
             cfg,
@@ -131,12 +150,9 @@ class RolloutWorker:
         self._engine.wake()
 
 
-class TeacherWorker:
-    """Holds one vLLM engine that scores with the teacher, and the rows that wait to be fetched."""
-
-    def __init__(self, gpus: list[int] | None = None) -> None:
-        _pin_gpus(gpus)
-        self._engine: Any = None
+class TeacherWorker(Worker):
+    """Holds one engine that scores with the teacher (vLLM, or a client of servers), and the rows
+    that wait to be fetched."""
 
     def start(
         self,
@@ -148,8 +164,21 @@ class TeacherWorker:
         max_model_len: int,
         threads: int,
         can_sleep: bool,
+        trusted: tuple[str, ...] = (),
     ) -> None:
-        """Starts the engine."""
+        """Starts the engine, or looks at the servers that stand in for one.
+
+        Args:
+            trusted: models whose own Python code may run in this process.
+        """
+        from rock_opd.models import trust_code
+
+        trust_code(*trusted)
+        if cfg.remote:
+            from rock_opd.engines.http_teacher import HttpTeacher
+
+            self._engine = HttpTeacher(cfg, num_real_ids=num_real_ids, max_model_len=max_model_len)
+            return
         from rock_opd.engines.vllm_quirks import prepare_environment
         from rock_opd.engines.vllm_teacher import TeacherEngine
 
@@ -180,20 +209,39 @@ class TeacherWorker:
         self._engine.wake()
 
 
-class StudentWorker:
+class StudentWorker(Worker):
     """Holds one DeepSpeed rank. Pulls the teacher's rows itself, straight from whoever parked
     them."""
 
     def __init__(self, gpus: list[int] | None = None) -> None:
-        _pin_gpus(gpus)
+        super().__init__(gpus)
         self._rank = -1
-        self._engine: Any = None
         self._rows: Any = None
         self._sender: Any = None
+        self._receivers: tuple[str, ...] = ()
+        self._store: Any = None
+
+    def open_address(self) -> tuple[str, int]:
+        """Where the ranks meet (asked of rank 0): this node's address, and a port that this process
+        listens on from now on, so that no other can take it before they do."""
+        import ray
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)  # a store alone takes every one
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return host, port
 
     def free_address(self) -> tuple[str, int]:
-        """An address of this node and a port free on it, for the process group (asked of rank
-        0)."""
+        """An address of this node and a port that is free on it now."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -218,9 +266,20 @@ class StudentWorker:
         num_real_ids: int,
         seed: int,
         timeout_s: float,
+        trusted: tuple[str, ...] = (),
     ) -> None:
-        """Joins the process group and loads the model (all ranks together)."""
+        """Joins the process group and loads the model (all ranks together).
+
+        Args:
+            master: rank 0's ``open_address``.
+            trusted: models whose own Python code may run in this process.
+        """
+        from rock_opd.models import trust_code
+
+        trust_code(*trusted)
         self._rank = rank
+        # torch's word for: the store at the master address is up already, rank 0 joins it too.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
         from rock_opd.engines.deepspeed_student import StudentEngine
         from rock_opd.engines.teacher_head import load_head
 
@@ -288,34 +347,45 @@ class StudentWorker:
 
     def push_weights(
         self,
-        workers: list[Any],
+        workers: Mapping[int, Any],
         route: SyncRoute,
         *,
         version: int,
         bucket_bytes: int,
         timeout_s: float,
-    ) -> list[int]:
-        """Sends this version to every rollout worker; rank 0 returns the versions they now hold.
+        watch: Watch,
+    ) -> tuple[dict[int, int], dict[int, Failure]]:
+        """Sends this version to these rollout workers.
 
         All ranks take part in gathering; only rank 0 talks to the workers.
+
+        Args:
+            timeout_s: of the whole; one question to the workers may take a third of it, so that a
+                late one does not make the other ranks' collectives run out of time.
+            watch: the workers' processes.
+
+        Returns:
+            On rank 0: the versions the workers hold now, and who was lost on the way.
+
+        Raises:
+            SyncError: a worker refused what arrived.
         """
-
-        def ask(what: str, refs: list[Any]) -> list[Any]:
-            return _answer(refs, f"{what} of v{version}", timeout_s)
-
+        receivers = _Receivers(workers, version, timeout_s / 3, watch)
         if self._rank == 0:
-            ask("begin", [w.begin_update.remote(version) for w in workers])
+            receivers.ask("begin", lambda w: w.begin_update.remote(version))
         if route.device == "cuda":
-            checksums = self._device_sender(workers, route, timeout_s).send()
+            receivers.check(all_here=True)
+            checksums = self._device_sender(workers, route, timeout_s, watch).send()
         else:
-            checksums = self._send_buckets(workers, bucket_bytes, ask)
+            checksums = self._send_buckets(receivers, bucket_bytes)
         if self._rank != 0:
-            return []
-        return ask("end", [w.end_update.remote(checksums) for w in workers])
+            return {}, {}
+        receivers.check()
+        held = receivers.ask("end", lambda w: w.end_update.remote(checksums))
+        receivers.check()
+        return held, receivers.lost
 
-    def _send_buckets(
-        self, workers: list[Any], bucket_bytes: int, ask: Callable[[str, list[Any]], list[Any]]
-    ) -> dict[str, int]:
+    def _send_buckets(self, receivers: _Receivers, bucket_bytes: int) -> dict[str, int]:
         """Through Ray, a bucket at a time, each put once; returns the proof tensors' checksums."""
         import ray
 
@@ -327,22 +397,30 @@ class StudentWorker:
                 wire = to_wire(bucket)
                 checksums.update(wire)
                 ref = ray.put(wire)
-                ask("bucket", [w.load_bucket.remote(ref) for w in workers])
+                receivers.ask("bucket", lambda w, ref=ref: w.load_bucket.remote(ref))
         return checksums.chosen()
 
-    def _device_sender(self, workers: list[Any], route: SyncRoute, timeout_s: float) -> Any:
-        """vLLM's own transfer between GPUs, set up at the first sync."""
-        if self._sender is None:
+    def _device_sender(
+        self, workers: Mapping[int, Any], route: SyncRoute, timeout_s: float, watch: Watch
+    ) -> Any:
+        """vLLM's own transfer between GPUs, set up at the first sync and for every new worker."""
+        receivers = tuple(w._actor_id.hex() for w in workers.values())
+        if self._sender is None or receivers != self._receivers:
+            from rock_opd.actors.waiting import collect, first_cause
             from rock_opd.engines.weight_sync import DeviceSender
 
             def call(method: str, args_per_engine: list[tuple[Any, ...]]) -> None:
-                refs = [
-                    getattr(w, method).remote(*args)
-                    for w, args in zip(workers, args_per_engine, strict=True)
-                ]
-                _answer(refs, method, timeout_s)
+                refs = {
+                    i: getattr(w, method).remote(*args)
+                    for (i, w), args in zip(workers.items(), args_per_engine, strict=True)
+                }
+                phase = f"weight sync, {method}"
+                _, failures = collect("rollout worker", phase, refs, timeout_s, watch=watch)
+                if failures:
+                    raise first_cause(failures)
 
             host, port = self.free_address()
+            self._receivers = receivers
             self._sender = DeviceSender(
                 "ipc" if route.ipc else "nccl",
                 rank=self._rank,
@@ -376,21 +454,50 @@ class StudentWorker:
         self._engine.reload()
 
 
-def _answer(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
-    import ray
+class _Receivers:
+    """The rollout workers of one weight sync, as rank 0 sees them.
 
-    try:
-        return ray.get(refs, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError:
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
-        who = [i for i, ref in enumerate(refs) if ref in late]
-        raise RoleTimeout(
-            f"weight sync, {what}: no answer from rollout workers {who} in {timeout_s:g} s"
-        ) from None
-    except ray.exceptions.RayActorError as error:
-        raise RoleError(
-            f"weight sync, {what}: a rollout worker is gone: {str(error).splitlines()[0]}"
-        ) from None
+    Who is lost or refuses is left out of the rest, and told of in the end: the student ranks gather
+    together, and must do so to the end whatever happens to a worker.
+    """
+
+    def __init__(
+        self, workers: Mapping[int, Any], version: int, limit_s: float, watch: Watch
+    ) -> None:
+        self._workers, self._version = dict(workers), version
+        self._limit_s, self._watch = limit_s, watch
+        self.lost: dict[int, Failure] = {}
+        self._refused: dict[int, Failure] = {}
+
+    def ask(self, what: str, call: Callable[[Any], Any]) -> dict[int, Any]:
+        """The answers of those who gave one."""
+        from rock_opd.actors.waiting import Watch, collect
+
+        processes = {i: self._watch.processes[i] for i in self._workers}
+        answers, failures = collect(
+            "rollout worker",
+            f"weight sync of v{self._version}, {what}",
+            {i: call(worker) for i, worker in self._workers.items()},
+            self._limit_s,
+            watch=Watch(stall_s=self._watch.stall_s, processes=processes),
+            independent=True,
+        )
+        for i, failure in failures.items():
+            (self.lost if failure.lost else self._refused)[i] = failure
+        self._workers = {i: w for i, w in self._workers.items() if i in answers}
+        return answers
+
+    def check(self, *, all_here: bool = False) -> None:
+        """Raises what a worker answered with in place of an answer.
+
+        Args:
+            all_here: also raise when one was lost.
+        """
+        from rock_opd.actors.waiting import first_cause
+
+        failures = self._refused | (self.lost if all_here else {})
+        if failures:
+            raise first_cause(failures)
 
 
 def _pull_rows(
@@ -411,5 +518,10 @@ def _pull_rows(
             raise RoleTimeout(
                 f"teacher {batch.teacher_idx} did not hand over the rows of micro-batch {i} in "
                 f"{timeout_s:g} s"
+            ) from None
+        except ray.exceptions.RayActorError as error:
+            raise RoleLost(
+                f"teacher {batch.teacher_idx} was lost with the rows of micro-batch {i}: "
+                f"{str(error).splitlines()[0]}"
             ) from None
         del ref

@@ -1,19 +1,19 @@
-"""What the coordinator sees of Ray: time limits, errors, placement. A real Ray, no engines."""
+"""What the coordinator sees of Ray: time limits, errors, ports. A real Ray, no engines."""
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from rock_opd.config import build_recipe
-from rock_opd.errors import DataError, PlacementError, RoleError, RoleTimeout
+from rock_opd.errors import DataError, RoleError, RoleTimeout
 
 ray = pytest.importorskip("ray")
-from rock_opd.actors.groups import _chunks  # noqa: E402  (needs ray)
-from rock_opd.actors.placement import Placement  # noqa: E402
+from rock_opd.actors.groups import _chunks, settle  # noqa: E402  (needs ray)
 from rock_opd.actors.waiting import gather  # noqa: E402
+from rock_opd.actors.workers import StudentWorker  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +47,7 @@ def worker():
 
 def test_a_late_actor_is_named_with_its_phase_and_the_limit():
     handles = [worker(), worker()]
-    with pytest.raises(RoleTimeout, match=r"teacher \[1\]: no answer in phase 'score' within 5 s"):
+    with pytest.raises(RoleTimeout, match=r"teacher 1: no answer in phase 'score' within 5 s"):
         gather("teacher", "score", [handles[0].quick.remote(), handles[1].slow.remote()], 5.0)
     for handle in handles:
         ray.kill(handle)
@@ -86,45 +86,87 @@ def test_a_death_is_named():
         gather("rollout worker", "generate", [worker().die.remote()], 30.0)
 
 
-def recipe(folder: Path, *overrides: str):
-    base = {
-        "run": {"dir": str(folder), "device": "cpu"},
-        "data": {"prompts": "p.jsonl"},
-        "student": {"model": "s"},
-        "teacher": {"model": "t"},
-    }
-    return build_recipe(base, list(overrides))
+def flaky_worker(times: int, folder: Path):
+    class Flaky:
+        def start(self, number: int) -> None:
+            import pathlib
+
+            tries = pathlib.Path(folder) / f"tries_{number}"
+            tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+            if len(tries.read_text()) <= times:
+                raise RuntimeError("bind: [Errno 98] Address already in use")
+
+    return ray.remote(Flaky).options(num_cpus=0)
 
 
-def test_a_cluster_too_small_is_said_at_once_with_a_table(tmp_path):
-    started = time.monotonic()
-    with pytest.raises(PlacementError, match=r"(?s)CPU asked 7, there 2.*rollout +5 +1") as error:
-        Placement(
-            recipe(tmp_path, "rollout.num_workers=5"), "cpu", ("student", "rollout", "teacher")
+def test_an_engine_whose_port_was_taken_starts_again_on_another(tmp_path):
+    kind, said = flaky_worker(1, tmp_path), []
+
+    def spawn():
+        handles = [kind.remote(), kind.remote()]
+        return handles, [h.start.remote(i) for i, h in enumerate(handles)]
+
+    handles, refs = spawn()
+    first = list(handles)
+    settle("rollout", spawn, handles, refs, timeout_s=60, say=said.append)
+    assert said == ["rollout: another process took a port meanwhile; starting again on others"]
+    assert not set(first) & set(handles)
+    assert (tmp_path / "tries_0").read_text() == (tmp_path / "tries_1").read_text() == "xx"
+
+
+def test_a_port_that_stays_taken_ends_the_start_and_other_errors_do_at_once(tmp_path):
+    kind = flaky_worker(99, tmp_path)
+
+    def spawn():
+        handles = [kind.remote()]
+        return handles, [handles[0].start.remote(0)]
+
+    with pytest.raises(RoleError, match=r"(?s)rollout 0 failed in phase 'start'.*already in use"):
+        settle("rollout", spawn, *spawn(), timeout_s=60, say=lambda text: None)
+    assert (tmp_path / "tries_0").read_text() == "xxx"
+
+    asked = []
+    with pytest.raises(DataError):
+        settle(
+            "teacher",
+            lambda: asked.append(1),
+            [worker()],
+            [worker().bad_row.remote()],
+            timeout_s=60,
+            say=lambda text: None,
         )
-    assert time.monotonic() - started < 5
-    assert "placement.*_cpus" in str(error.value)
+    assert not asked
 
 
-def test_gpus_asked_of_a_cluster_without_any_are_named(tmp_path):
-    wanted = recipe(
-        tmp_path,
-        "run.device=cuda",
-        "placement.colocate=all",
-        "student.num_ranks=4",
-        "rollout.num_workers=4",
-    )
-    with pytest.raises(PlacementError, match="GPU asked 4, there 0"):
-        Placement(wanted, "cuda", ("student", "rollout", "teacher"))
+def test_the_ranks_meet_at_a_port_nobody_can_take_before_they_do(tmp_path):
+    """Named, then a greedy process tries to have it, then both ranks meet there."""
 
+    def meet(host: str, port: int, rank: int) -> int:
+        import os
 
-def test_what_fits_is_placed_and_given_back(tmp_path):
-    small = [f"placement.{role}_cpus=0.5" for role in ("rollout", "teacher", "student")]
-    placement = Placement(recipe(tmp_path, *small), "cpu", ("student", "rollout", "teacher"))
-    (slot,) = placement.slots("teacher")
-    assert slot.options["num_cpus"] == 0.5 and slot.gpus is None
-    assert slot.options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "1"
-    placement.release()
+        import torch
+
+        os.environ.update(
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+            RANK=str(rank),
+            WORLD_SIZE="2",
+        )
+        torch.distributed.init_process_group("gloo")
+        total = torch.tensor(rank + 1)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    ranks = [ray.remote(StudentWorker).options(num_cpus=0).remote() for _ in range(2)]
+    host, port = ray.get(ranks[0].open_address.remote(), timeout=120)
+    for address in ("", host):
+        with socket.socket() as greedy, pytest.raises(OSError, match="in use"):
+            greedy.bind((address, port))
+    met = [ray.remote(meet).options(num_cpus=0).remote(host, port, rank) for rank in range(2)]
+    assert ray.get(met, timeout=120) == [3, 3]
+    for rank in ranks:
+        ray.kill(rank)
 
 
 def test_chunks_are_contiguous_and_even():

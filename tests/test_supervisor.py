@@ -1,0 +1,226 @@
+"""A run is started again, or is not: coordinators that die, stand still, give up. A real Ray and
+real signals; the coordinator's actor is a stand-in that reads from a file what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rock_opd.config import build_recipe
+from rock_opd.coordinator import Progress
+from rock_opd.errors import ConfigError, NumericsError, RoleError, RoleLost
+
+ray = pytest.importorskip("ray")
+from rock_opd.supervisor import Wish, _release_groups, supervise  # noqa: E402  (needs ray)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def coordinator_class(folder: Path, plan: list[dict[str, Any]]):
+    """Its n-th life does what the n-th entry of the plan says."""
+
+    class Child:
+        def identify(self, role: str, index: int) -> Any:
+            from rock_opd.actors.processes import this_process
+
+            return this_process(role, index)
+
+    class Stand:
+        def __init__(self) -> None:
+            from rock_opd.actors.processes import this_process
+
+            self._stop = False
+            self._progress = Progress(processes=(this_process("coordinator", 0),))
+
+        def run(self, recipe: Any, inputs: Any, restarts: Any) -> dict[str, Any]:
+            from ray.util.placement_group import placement_group
+
+            group = placement_group([{"CPU": 1.5}])  # two of them find no room beside one another
+            assert group.wait(60), "what the last life held has not been given back"
+            lives = folder / "lives.jsonl"
+            number = len(lives.read_text().splitlines()) if lives.exists() else 0
+            child = ray.remote(Child).options(num_cpus=0).remote()
+            process = ray.get(child.identify.remote("student rank", 0))
+            row = {"pid": os.getpid(), "child": process.pid}
+            with lives.open("a") as file:
+                file.write(json.dumps(row | {"restarts": [r.cause for r in restarts]}) + "\n")
+            what = plan[number]
+            self._progress.processes = (*self._progress.processes, process)
+            self._progress.first_step = what.get("from")
+            self._progress.step = what.get("from", 0)
+            self._progress.phase = "train"
+            self._progress.say(f"life {number}")
+            time.sleep(1.0)  # heard by the driver
+            if what.get("child_stands_still"):
+                os.kill(process.pid, signal.SIGSTOP)
+            if "signal" in what:
+                os.kill(os.getpid(), what["signal"])
+            if "raises" in what:
+                raise what["raises"]
+            began = time.monotonic()
+            while time.monotonic() - began < what.get("seconds", 0) and not self._stop:
+                time.sleep(0.05)
+            return {"finished": not self._stop, "num_steps": number}
+
+        def progress(self, seen: int) -> Progress:
+            from dataclasses import replace
+
+            return replace(self._progress, lines=self._progress.lines[seen:])
+
+        def request_stop(self) -> None:
+            self._stop = not plan[0].get("deaf", False)
+
+    return Stand
+
+
+class Trial:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, []
+
+    def go(self, *plan: dict[str, Any], run: tuple[str, ...] = (), grace_s: float = 30.0) -> Any:
+        recipe = build_recipe(
+            {
+                "run": {"dir": str(self.folder), "device": "cpu"},
+                "data": {"prompts": "p.jsonl"},
+                "student": {"model": "s"},
+                "teacher": {"model": "t"},
+                "placement": {f"{role}_cpus": 0.1 for role in ("rollout", "teacher", "student")},
+            },
+            list(run),
+        )
+        with Wish(grace_s) as wish:
+            return supervise(
+                coordinator_class(self.folder, list(plan)),
+                recipe,
+                None,
+                wish=wish,
+                show=lambda progress: self.said.extend(progress.lines),
+            )
+
+    @property
+    def lives(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "lives.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def trial(tmp_path):
+    yield Trial(tmp_path)
+    _release_groups()  # where the end of the job would
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+LOST = {"raises": RoleLost("student rank 1 (10.0.0.1, pid 7) died in phase 'train'")}
+
+
+def test_a_run_that_goes_well_is_started_once(trial):
+    assert trial.go({"from": 0}) == {"finished": True, "num_steps": 0}
+    assert len(trial.lives) == 1 and trial.said == ["life 0"]
+
+
+def test_a_killed_coordinator_is_started_again_when_nothing_of_it_is_left(trial):
+    """Its placement group, which Ray keeps, and its child, which stands still, are gone before."""
+    summary = trial.go(
+        {"from": 3, "signal": signal.SIGKILL, "child_stands_still": True}, {"from": 3}
+    )
+    assert summary["num_steps"] == 1
+    first, second = trial.lives
+    assert is_gone(first["child"]) and is_gone(first["pid"])
+    (cause,) = second["restarts"]
+    assert cause.startswith("coordinator 0 (") and f"pid {first['pid']}) died in step 3" in cause
+    assert any("starting again from the last checkpoint (1 of at most 3" in s for s in trial.said)
+
+
+def test_a_coordinator_that_stands_still_is_ended_and_started_again(trial):
+    began = time.monotonic()
+    trial.go({"from": 0, "signal": signal.SIGSTOP}, {"from": 0}, run=("run.stall_timeout_s=2",))
+    assert time.monotonic() - began < 90
+    assert is_gone(trial.lives[0]["pid"])
+    assert "stands still: stopped for 2 s" in trial.lives[1]["restarts"][0]
+
+
+def test_a_lost_role_starts_the_run_again(trial):
+    trial.go({"from": 2} | LOST, {"from": 4} | LOST, {"from": 6})
+    assert [len(life["restarts"]) for life in trial.lives] == [0, 1, 2]
+
+
+def test_a_run_that_comes_no_further_ends_with_the_first_cause(trial):
+    later = {"from": 2, "raises": RoleLost("a later one")}
+    with pytest.raises(RoleLost, match=r"student rank 1 .* \(started again 2 times from step 2"):
+        trial.go({"from": 2} | LOST, later, later, run=("run.max_restarts=2",))
+    assert len(trial.lives) == 3
+
+
+def test_restarts_are_counted_from_each_new_step(trial):
+    plan = [{"from": 0} | LOST, {"from": 2} | LOST, {"from": 4} | LOST, {"from": 6}]
+    assert trial.go(*plan, run=("run.max_restarts=1",))["num_steps"] == 3
+
+
+def test_no_restarts_where_none_are_allowed(trial):
+    with pytest.raises(
+        RoleLost, match=r"^student rank 1 \(10.0.0.1, pid 7\) died in phase 'train'$"
+    ):
+        trial.go({"from": 0} | LOST, run=("run.max_restarts=0",))
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("optim.lr"), NumericsError("step 3: NaN"), ZeroDivisionError("ours")]
+)
+def test_what_starting_again_does_not_mend_ends_the_run_at_once(trial, error):
+    with pytest.raises(RoleError if isinstance(error, ZeroDivisionError) else type(error)):
+        trial.go({"from": 3, "raises": error})
+    assert len(trial.lives) == 1
+
+
+def test_a_first_start_that_fails_of_an_unknown_error_is_not_tried_again(trial):
+    with pytest.raises(RoleError, match="student rank 0 failed in phase 'start'"):
+        trial.go({"raises": RoleError("student rank 0 failed in phase 'start'")})
+    assert len(trial.lives) == 1
+
+
+def after(seconds: float, *numbers: int) -> None:
+    def send() -> None:
+        for number in numbers:
+            time.sleep(seconds)
+            if isinstance(getattr(signal.getsignal(number), "__self__", None), Wish):
+                os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_ctrl_c_waits_for_the_step_however_long(trial):
+    after(4, signal.SIGINT)
+    assert trial.go({"from": 0, "seconds": 60}, grace_s=0)["finished"] is False
+    assert "stopping after this step (once more to abandon it)" in trial.said
+
+
+def test_sigterm_leaves_when_the_grace_is_over(trial):
+    after(4, signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        trial.go({"from": 5, "seconds": 100, "deaf": True}, grace_s=2)
+    assert "step 5, phase 'train', did not end within run.grace_s=2 s" in trial.said[-1]
+
+
+def test_a_second_ctrl_c_abandons_the_step(trial):
+    after(3, signal.SIGINT, signal.SIGINT)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        trial.go({"from": 0, "seconds": 100, "deaf": True})
+    assert time.monotonic() - began < 60
