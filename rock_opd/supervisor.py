@@ -98,27 +98,14 @@ def supervise(
         KeyboardInterrupt: the run is to be abandoned.
     """
     restarts: list[Restart] = []
-    vain, first_cause, reached = 0, None, -1
+    patience = Patience(recipe.run.max_restarts)
     while True:
         attempt = Attempt(cls, recipe, wish, show)
         try:
             return attempt.run(inputs, restarts)
         except _Lost as lost:
             error, failed_at = lost.error, time.time()
-        begun = attempt.last.first_step
-        if begun is not None and begun > reached:
-            vain, first_cause, reached = 0, None, begun
-        first_cause = first_cause or error
-        # What goes wrong at the first start, and is no loss, would go wrong again.
-        if recipe.run.max_restarts == 0 or (reached < 0 and not isinstance(error, RoleLost)):
-            raise error
-        vain += 1
-        if vain > recipe.run.max_restarts:
-            raise again_and_again(
-                first_cause,
-                f"started again {vain - 1} times from step {max(0, reached)} and came no further, "
-                "see run.max_restarts",
-            )
+        vain = patience.after(error, attempt.last.first_step)
         cause = str(error).splitlines()[0]
         restarts.append(Restart(number=len(restarts) + 1, cause=cause, failed_at=failed_at))
         text = f"{cause}; starting again from the last checkpoint ({vain} of at most "
@@ -126,6 +113,40 @@ def supervise(
         attempt.clear_away()
         if wish.stop:
             raise KeyboardInterrupt
+
+
+class Patience:
+    """Whether to start again: only so often in a row without getting further."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._vain, self._reached = 0, -1
+        self._first_cause: RockOPDError | None = None
+
+    def after(self, error: RockOPDError, begun: int | None) -> int:
+        """The number of this restart since the run last got further.
+
+        Args:
+            error: what the attempt failed of.
+            begun: the step it had gone on from; None: it did not come so far.
+
+        Raises:
+            RockOPDError: the first cause of those in a row, when it is not to be started again.
+        """
+        if begun is not None and begun > self._reached:
+            self._vain, self._reached, self._first_cause = 0, begun, None
+        first = self._first_cause = self._first_cause or error
+        # What goes wrong at the first start, and is no loss, would go wrong again.
+        if self._max_restarts == 0 or (self._reached < 0 and not isinstance(error, RoleLost)):
+            raise error
+        if self._vain == self._max_restarts:
+            raise again_and_again(
+                first,
+                f"started again {self._vain} times from step {max(0, self._reached)} and came no "
+                "further, see run.max_restarts",
+            )
+        self._vain += 1
+        return self._vain
 
 
 class Attempt:

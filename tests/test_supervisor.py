@@ -15,10 +15,10 @@ import pytest
 
 from rock_opd.config import build_recipe
 from rock_opd.coordinator import Progress
-from rock_opd.errors import ConfigError, NumericsError, RoleError, RoleLost
+from rock_opd.errors import NumericsError, RoleError, RoleLost, RoleTimeout
 
 ray = pytest.importorskip("ray")
-from rock_opd.supervisor import Wish, _release_groups, supervise  # noqa: E402  (needs ray)
+from rock_opd.supervisor import Patience, Wish, _release_groups, supervise  # noqa: E402  (needs ray)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,49 +156,71 @@ def test_a_coordinator_that_stands_still_is_ended_and_started_again(trial):
     assert "stands still: stopped for 2 s" in trial.lives[1]["restarts"][0]
 
 
-def test_a_lost_role_starts_the_run_again(trial):
+def test_a_lost_role_starts_the_run_again_and_it_is_told_of_all_before(trial):
     trial.go({"from": 2} | LOST, {"from": 4} | LOST, {"from": 6})
     assert [len(life["restarts"]) for life in trial.lives] == [0, 1, 2]
 
 
-def test_a_run_that_comes_no_further_ends_with_the_first_cause(trial):
-    later = {"from": 2, "raises": RoleLost("a later one")}
-    with pytest.raises(RoleLost, match=r"student rank 1 .* \(started again 2 times from step 2"):
-        trial.go({"from": 2} | LOST, later, later, run=("run.max_restarts=2",))
-    assert len(trial.lives) == 3
-
-
-def test_restarts_are_counted_from_each_new_step(trial):
-    plan = [{"from": 0} | LOST, {"from": 2} | LOST, {"from": 4} | LOST, {"from": 6}]
-    assert trial.go(*plan, run=("run.max_restarts=1",))["num_steps"] == 3
-
-
-def test_no_restarts_where_none_are_allowed(trial):
-    with pytest.raises(
-        RoleLost, match=r"^student rank 1 \(10.0.0.1, pid 7\) died in phase 'train'$"
-    ):
-        trial.go({"from": 0} | LOST, run=("run.max_restarts=0",))
-
-
-@pytest.mark.parametrize(
-    "error", [ConfigError("optim.lr"), NumericsError("step 3: NaN"), ZeroDivisionError("ours")]
-)
+@pytest.mark.parametrize("error", [NumericsError("step 3: NaN"), ZeroDivisionError("ours")])
 def test_what_starting_again_does_not_mend_ends_the_run_at_once(trial, error):
     with pytest.raises(RoleError if isinstance(error, ZeroDivisionError) else type(error)):
         trial.go({"from": 3, "raises": error})
     assert len(trial.lives) == 1
 
 
-def test_a_first_start_that_fails_of_an_unknown_error_is_not_tried_again(trial):
-    with pytest.raises(RoleError, match="student rank 0 failed in phase 'start'"):
-        trial.go({"raises": RoleError("student rank 0 failed in phase 'start'")})
-    assert len(trial.lives) == 1
+# --- how often ------------------------------------------------------------------------------------
 
 
-def after(seconds: float, *numbers: int) -> None:
+def lost(number: int) -> RoleLost:
+    return RoleLost(f"loss {number} (10.0.0.1, pid 7)\nthe remote text")
+
+
+def test_a_run_that_comes_no_further_ends_with_the_first_cause():
+    patience = Patience(2)
+    assert [patience.after(lost(i), begun=4) for i in (1, 2)] == [1, 2]
+    with pytest.raises(RoleLost, match=r"^loss 1 .*pid 7\) \(started again 2 times from step 4"):
+        patience.after(lost(3), begun=4)
+
+
+def test_restarts_are_counted_from_each_new_step():
+    patience = Patience(1)
+    assert [patience.after(lost(i), begun=2 * i) for i in range(50)] == [1] * 50
+    with pytest.raises(RoleLost, match="loss 49"):
+        patience.after(lost(50), begun=98)
+
+
+def test_an_attempt_that_does_not_come_to_its_first_step_gets_no_further():
+    patience = Patience(2)
+    assert [patience.after(lost(i), begun=None) for i in (1, 2)] == [1, 2]
+    with pytest.raises(RoleLost, match=r"loss 1 .*from step 0 and came no further"):
+        patience.after(lost(3), begun=None)
+
+
+def test_no_restarts_where_none_are_allowed():
+    with pytest.raises(RoleLost, match=r"^loss 1 \(10.0.0.1, pid 7\)\nthe remote text$"):
+        Patience(0).after(lost(1), begun=7)
+
+
+def test_a_first_start_that_fails_of_what_is_no_loss_is_not_tried_again():
+    for error in (RoleError("no module named x"), RoleTimeout("no answer in phase 'start'")):
+        with pytest.raises(type(error)):
+            Patience(3).after(error, begun=None)
+        later = Patience(3)
+        assert later.after(lost(1), begun=5) == 1
+        assert later.after(error, begun=None) == 2  # it did start once: try again
+
+
+# --- what the person wants ------------------------------------------------------------------------
+
+
+def when_it_runs(trial: Trial, *numbers: int) -> None:
+    """Sends these signals to this process, one a second."""
+
     def send() -> None:
+        while not any("life 0" in line for line in trial.said):
+            time.sleep(0.1)
         for number in numbers:
-            time.sleep(seconds)
+            time.sleep(1)
             if isinstance(getattr(signal.getsignal(number), "__self__", None), Wish):
                 os.kill(os.getpid(), number)
 
@@ -206,20 +228,20 @@ def after(seconds: float, *numbers: int) -> None:
 
 
 def test_ctrl_c_waits_for_the_step_however_long(trial):
-    after(4, signal.SIGINT)
+    when_it_runs(trial, signal.SIGINT)
     assert trial.go({"from": 0, "seconds": 60}, grace_s=0)["finished"] is False
     assert "stopping after this step (once more to abandon it)" in trial.said
 
 
 def test_sigterm_leaves_when_the_grace_is_over(trial):
-    after(4, signal.SIGTERM)
+    when_it_runs(trial, signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         trial.go({"from": 5, "seconds": 100, "deaf": True}, grace_s=2)
     assert "step 5, phase 'train', did not end within run.grace_s=2 s" in trial.said[-1]
 
 
 def test_a_second_ctrl_c_abandons_the_step(trial):
-    after(3, signal.SIGINT, signal.SIGINT)
+    when_it_runs(trial, signal.SIGINT, signal.SIGINT)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         trial.go({"from": 0, "seconds": 100, "deaf": True})
