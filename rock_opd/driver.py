@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator, Progress, Restart
 from rock_opd.data import PromptSet
+from rock_opd.durable import size
 from rock_opd.errors import ConfigError, PlacementError
 from rock_opd.inputs import Inputs, load_inputs
 from rock_opd.models import stop_token_ids, trust_code
@@ -32,6 +34,7 @@ from rock_opd.runlog import write_atomic
 if TYPE_CHECKING:
     from rock_opd.actors.processes import Process
 
+SHARED_MEMORY, LITTLE_SHARED_MEMORY = Path("/dev/shm"), 1_000_000_000
 START_ATTEMPTS = 3
 """Starting a cluster of our own: Ray itself gives a raylet 30 s, which a busy machine exceeds."""
 
@@ -52,6 +55,20 @@ def skipped_lines(prompts: PromptSet) -> list[str]:
         return []
     counts = ", ".join(f"{num} {reason}" for reason, num in prompts.skipped.items())
     return [f"{len(prompts.prompts)} prompts; left out: {counts}", *prompts.offenders]
+
+
+def shared_memory_lines(folder: Path = SHARED_MEMORY) -> list[str]:
+    """Told where shared memory is so small that Ray keeps its objects on the disk instead."""
+    if not folder.is_dir():
+        return []
+    disk = shutil.disk_usage(folder)
+    if disk.free >= LITTLE_SHARED_MEMORY:
+        return []
+    return [
+        f"{folder} has {size(disk.free)} free of {size(disk.total)}, less than "
+        f"{size(LITTLE_SHARED_MEMORY)}: Ray keeps what travels between roles in /tmp instead, "
+        "slower; a container gets more by --shm-size"
+    ]
 
 
 class CoordinatorActor:
@@ -83,7 +100,11 @@ class CoordinatorActor:
         if restarts:
             recipe = replace(recipe, resume=bool(list_checkpoints(recipe.run_dir)))
         else:
-            for line in (*skipped_lines(inputs.prompts), *inputs.notices):
+            for line in (
+                *skipped_lines(inputs.prompts),
+                *inputs.notices,
+                *shared_memory_lines(),
+            ):
                 self._progress.say(line)
         dtype = resolve_dtype(recipe.student.dtype, resolve_device(recipe))
         steps = num_steps(recipe, inputs.prompts, dtype=dtype)

@@ -17,6 +17,7 @@ from rock_opd.checkpoint import load_checkpoint
 from rock_opd.config import Recipe, build_recipe
 from rock_opd.coordinator import Coordinator, Inputs, Progress, sample_seed
 from rock_opd.data import PromptSet
+from rock_opd.driver import shared_memory_lines
 from rock_opd.durable import file_facts, storing
 from rock_opd.errors import DataError, NumericsError, StorageError
 from rock_opd.occurrences import build_registry, read_info
@@ -779,6 +780,12 @@ def test_a_disk_that_fills_up_stops_the_run_in_one_line_or_loses_only_what_it_co
     assert load_checkpoint(warn.run_dir).step == 6
     syncs = [e["step"] for e in events(warn, "sync")]
     assert syncs == [1, 2, 3, 4, 5, 6]
+
+
+def test_little_shared_memory_is_told(small_disk, tmp_path):
+    (line,) = shared_memory_lines(small_disk)
+    assert f"{small_disk} has 1.0 MB free of 1.0 MB" in line and "--shm-size" in line
+    assert shared_memory_lines(tmp_path / "nowhere") == []
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
