@@ -18,7 +18,7 @@ import ray
 from rock_opd.actors.fleet import again_and_again
 from rock_opd.actors.placement import start_coordinator
 from rock_opd.actors.processes import Lookout, Process, end
-from rock_opd.actors.waiting import plain
+from rock_opd.actors.waiting import plain, why_dead
 from rock_opd.config import Recipe
 from rock_opd.coordinator import Progress, Restart, StepLine
 from rock_opd.errors import RockOPDError, RoleError, RoleLost, RoleTimeout
@@ -239,7 +239,7 @@ class Attempt:
         except ray.exceptions.RayActorError as error:
             where = f"step {self.last.step}, phase '{self.last.phase}'"
             raise _Lost(
-                RoleLost(f"{self._coordinator()} died in {where}: {plain(error)}")
+                RoleLost(f"{self._coordinator()} died in {where}: {why_dead(error)}")
             ) from None
         except ray.exceptions.RayTaskError as error:
             cause = error.cause

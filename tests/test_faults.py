@@ -54,12 +54,12 @@ def events(run: Path, kind: str) -> list[dict]:
 def test_a_run_that_loses_every_role_in_turn_equals_the_undisturbed_one(
     reference, tiny_models, folder
 ):
-    """A rollout worker killed while it samples and a teacher stopped while it scores are replaced;
+    """A rollout worker killed while it samples and a teacher stopped before it scores are replaced;
     after a student rank killed in its collectives and the coordinator killed during a weight sync
     the run goes on from its last checkpoint. Numbers, weights and the ledger are the same."""
     plan = [
         Kill(role="rollout worker", index=0, signal="SIGKILL", phase="rollout", step=2),
-        Kill(role="teacher", index=0, signal="SIGSTOP", phase="teacher", step=3),
+        Kill(role="teacher", index=0, signal="SIGSTOP", phase="rollout", step=3),
         Kill(role="student rank", index=1, signal="SIGKILL", phase="train", step=5),
         Kill(role="coordinator", index=0, signal="SIGKILL", phase="sync", step=7),
     ]
@@ -73,26 +73,24 @@ def test_a_run_that_loses_every_role_in_turn_equals_the_undisturbed_one(
     assert [hit.recovery_s is not None for hit in outcome.hits] == [True] * 4
     assert outcome.restarts == 2 and outcome.replacements >= 2
     assert "died in phase 'generate with weights v" in log or "died in phase 'weight sync" in log
+    assert "stands still in phase 'score': stopped for 8 s" in log
     assert [row["number"] for row in events(folder / "disturbed", "restart")][-1] == 2
 
 
-def test_a_drained_node_gets_its_checkpoint_within_the_grace(tiny_models, folder, reference):
-    """SIGTERM while it trains: the step is ended and saved; status 130, and the run goes on."""
-    args = command(tiny_models, folder, "drained", f"run.num_steps={NUM_STEPS}")
-    with (folder / "drained.log").open("w") as file:
+def test_a_stop_while_engines_start_takes_seconds(tiny_models, folder):
+    args = command(tiny_models, folder, "early", f"run.num_steps={NUM_STEPS}")
+    phase = folder / "early" / "phase.json"
+    with (folder / "early.log").open("w") as file:
         process = subprocess.Popen(args, stdout=file, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + LIMIT_S
-        while "step 1/" not in (folder / "drained.log").read_text():
+        while not (phase.exists() and "rollout worker" in phase.read_text()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         told = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=LIMIT_S) == 130, (folder / "drained.log").read_text()[-3000:]
-    assert time.monotonic() - told < 60  # 30 s of grace, and Ray's own end
-    assert list((folder / "drained" / "checkpoints").glob("step_*"))
-    outcome = play([*args, "resume=true"], folder / "drained", [], limit_s=LIMIT_S)
-    compare(outcome, reference, folder / "drained", epochs=1)
-    assert outcome.wrong == [] and outcome.lost == outcome.repeated == 0
+        assert process.wait(timeout=LIMIT_S) == 130
+    assert time.monotonic() - told < 25  # most of it is Ray's own end
+    assert "stopped while starting" in (folder / "early.log").read_text()
 
 
 # --- the harness itself ---------------------------------------------------------------------------

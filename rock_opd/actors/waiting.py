@@ -164,11 +164,18 @@ def first_cause(failures: Mapping[int, Failure]) -> RockOPDError:
 
 def _failure(who: str, phase: str, error: Exception) -> Failure:
     if isinstance(error, ray.exceptions.RayActorError):
-        return Failure("died", RoleLost(f"{who} died in phase '{phase}': {plain(error)}"))
+        return Failure("died", RoleLost(f"{who} died in phase '{phase}': {why_dead(error)}"))
     cause = getattr(error, "cause", None)
     if isinstance(cause, RockOPDError):
         return Failure("raised", type(cause)(f"{who}, phase '{phase}': {cause}"))
     return Failure("broke", RoleError(f"{who} failed in phase '{phase}':\n{plain(error)}"))
+
+
+def why_dead(error: Exception) -> str:
+    """Ray's reason for an actor's death on the first line, all it says below."""
+    text = plain(error)
+    reason = re.search(r"The actor (?:is dead|died) because (?:of )?(.+?)(?:\. |\.?\n|\.?$)", text)
+    return f"{reason[1]}\n{text}" if reason else text
 
 
 def plain(error: Exception) -> str:

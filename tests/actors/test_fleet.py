@@ -145,6 +145,7 @@ def test_a_killed_worker_is_replaced_and_asked_again_and_the_others_are_not(benc
     (told,) = it.replaced
     assert told.process == it.fleet.processes[0] == it.joined[-1] and told.process != before
     assert told.cause.startswith(f"rollout worker 0 ({before.ip}, pid {before.pid}) died in phase")
+    assert told.cause.endswith("its worker process has died") and "\n" not in told.cause
     assert told.phase == "generate" and 0 < told.seconds < 60
     assert it.fleet.fresh == {0}
     assert it.work() == {0: [0, 100], 1: [1, 121]} and len(it.replaced) == 1

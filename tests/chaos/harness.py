@@ -154,7 +154,12 @@ def play(args: list[str], run_dir: Path, plan: Sequence[Kill], *, limit_s: float
     log = run_dir.with_name(run_dir.name + ".log")
     with log.open("w") as file:
         process = subprocess.Popen(
-            args, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            args,
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "1000"},  # one line stays one line
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     sent_at, target, progress_at = 0.0, 0, time.monotonic()
     steps = 0
