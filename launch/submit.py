@@ -54,6 +54,7 @@ def submit(
     no_wait: bool,
 ) -> None:
     """Run RECIPE on the cluster: `rock-opd train RECIPE [KEY=VALUE]...` as a Ray job."""
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     command = "exec " + shlex.join(["rock-opd", "train", recipe, *overrides])
@@ -67,6 +68,10 @@ def submit(
             submission_id=submission_id,
             runtime_env=job_environment(env or {}, upload),
         )
+    except AuthenticationError as error:
+        raise click.ClickException(
+            f"not submitted, the token is not the cluster's: {error}"
+        ) from None
     except (ConnectionError, RuntimeError) as error:
         raise click.ClickException(f"not submitted: {error}") from None
     click.echo(f"job {job}\n  ray job logs -f {job}\n  ray job stop {job}", err=True)
@@ -91,13 +96,18 @@ def job_environment(own: dict, upload: Path | None) -> dict:
 def follow(client, job: str) -> int:
     """Shows the log until the job is over; the status to exit with."""
 
-    async def show() -> None:
+    async def show() -> int:
+        shown = 0
         async for text in client.tail_job_logs(job):
             click.echo(text, nl=False)
+            shown += len(text)
+        return shown
 
-    asyncio.run(show())
+    shown = asyncio.run(show())
     while not (status := client.get_job_status(job)).is_terminal():
         time.sleep(0.5)
+    # Ray 2.60 ends the stream at the status, not at the log's end.
+    click.echo(client.get_job_logs(job)[shown:], nl=False)
     if status == "SUCCEEDED":
         return 0
     if status == "STOPPED":

@@ -150,7 +150,7 @@ class Bench:
                 "temperature": 0.7,
             },
         }
-        return build_recipe(base, list(overrides))
+        return build_recipe(base, list(overrides), needed=("teacher.model", "student.model"))
 
     def score(self, *overrides: str, engines: Engines | None = None, output=None, reuse=None):
         return score(

@@ -18,6 +18,7 @@ from rock_opd.coordinator import Progress
 from rock_opd.errors import NumericsError, RoleError, RoleLost, RoleTimeout
 
 ray = pytest.importorskip("ray")
+from rock_opd.actors.processes import _states  # noqa: E402
 from rock_opd.supervisor import Patience, Wish, _release_groups, supervise  # noqa: E402  (needs ray)
 
 
@@ -53,7 +54,8 @@ def coordinator_class(folder: Path, plan: list[dict[str, Any]]):
             number = len(lives.read_text().splitlines()) if lives.exists() else 0
             child = ray.remote(Child).options(num_cpus=0).remote()
             process = ray.get(child.identify.remote("student rank", 0))
-            row = {"pid": os.getpid(), "child": process.pid}
+            own = self._progress.processes[0]
+            row = {"own": (own.pid, own.started), "child": (process.pid, process.started)}
             with lives.open("a") as file:
                 file.write(json.dumps(row | {"restarts": [r.cause for r in restarts]}) + "\n")
             what = plan[number]
@@ -120,11 +122,9 @@ def trial(tmp_path):
     _release_groups()  # where the end of the job would
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+def state(process: list[int]) -> str:
+    """As the operating system names it; "" is gone. A process is its pid and its start."""
+    return _states([(process[0], process[1])])[0]
 
 
 LOST = {"raises": RoleLost("student rank 1 (10.0.0.1, pid 7) died in phase 'train'")}
@@ -142,9 +142,9 @@ def test_a_killed_coordinator_is_started_again_when_nothing_of_it_is_left(trial)
     )
     assert summary["num_steps"] == 1
     first, second = trial.lives
-    assert is_gone(first["child"]) and is_gone(first["pid"])
+    assert state(first["child"]) == state(first["own"]) == ""
     (cause,) = second["restarts"]
-    assert cause.startswith("coordinator 0 (") and f"pid {first['pid']}) died in step 3" in cause
+    assert cause.startswith("coordinator 0 (") and f"pid {first['own'][0]}) died in step 3" in cause
     assert any("starting again from the last checkpoint (1 of at most 3" in s for s in trial.said)
 
 
@@ -152,7 +152,7 @@ def test_a_coordinator_that_stands_still_is_ended_and_started_again(trial):
     began = time.monotonic()
     trial.go({"from": 0, "signal": signal.SIGSTOP}, {"from": 0}, run=("run.stall_timeout_s=2",))
     assert time.monotonic() - began < 90
-    assert is_gone(trial.lives[0]["pid"])
+    assert state(trial.lives[0]["own"]) == ""
     assert "stands still: stopped for 2 s" in trial.lives[1]["restarts"][0]
 
 

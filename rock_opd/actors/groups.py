@@ -508,7 +508,7 @@ def start_roles(
     device = resolve_device(recipe)
     samples = recipe.samples if samples is None else samples
     wanted = ("student", "rollout", "teacher") if samples else ("student", "teacher")
-    placement = Placement(recipe, device, wanted, say)
+    placement = Placement(recipe, device, wanted, say, stop)
     starting = _Starting(
         recipe,
         placement,

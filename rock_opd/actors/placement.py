@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rock_opd.actors.fitting import GIB, Need, Node, can_hold, node_group, table, why_not
-from rock_opd.actors.waiting import gather
+from rock_opd.actors.waiting import Stopped, gather
 from rock_opd.config import Recipe
 from rock_opd.errors import PlacementError
 
@@ -247,14 +247,21 @@ def _await(
     *,
     ready: Callable[[float], bool],
     say: Callable[[str], None],
+    stop: Callable[[], bool] | None = None,
 ) -> None:
     """Waits until resources are given, says what is waited for, and gives up where it is vain.
 
     Args:
         ready: waits so many seconds; whether it is done.
+
+    Raises:
+        PlacementError: there will be no room, or was none in time.
+        Stopped: ``stop`` said so.
     """
     limit, began, told = recipe.run.start_timeout_s, time.monotonic(), ""
     while not ready(min(POLL_S, limit)):
+        if stop is not None and stop():
+            raise Stopped(f"{what}: stopped while waiting for room")
         waited = time.monotonic() - began
         misfit = _misfit(recipe, bundles)
         if misfit and not recipe.placement.wait_for_nodes:
@@ -321,10 +328,15 @@ class Placement:
         device: str,
         wanted: tuple[str, ...],
         say: Callable[[str], None] = lambda text: None,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
         """
+        Args:
+            stop: asked while waiting for room; True ends it.
+
         Raises:
             PlacementError: the cluster is too small, at once; or gave no room in time.
+            Stopped: ``stop`` said so; nothing is reserved.
         """
         self._recipe, self._device = recipe, device
         self._layout = lay_out(recipe, device, wanted)
@@ -341,7 +353,7 @@ class Placement:
             bundle_label_selector=labels if any(labels) else None,
         )
         try:
-            _await("the actors", recipe, bundles, ready=self._group.wait, say=say)
+            _await("the actors", recipe, bundles, ready=self._group.wait, say=say, stop=stop)
             self._gpu_ids = self._ask_gpu_ids() if self._layout.shared else {}
         except BaseException:
             self.release()

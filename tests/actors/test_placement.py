@@ -20,6 +20,7 @@ from rock_opd.actors.placement import (  # noqa: E402
     lay_out,
     start_coordinator,
 )
+from rock_opd.actors.waiting import Stopped  # noqa: E402
 
 ALL = ("student", "rollout", "teacher")
 AT_ONCE_S = 15
@@ -311,3 +312,11 @@ def test_one_who_waits_for_the_coordinators_place_may_give_up(cluster):
         is None
     )
     assert said[0].startswith("the coordinator: waiting for room, up to 60 s; the cluster is too")
+
+
+def test_one_who_waits_for_the_actors_places_may_stop(cluster):
+    waiting = recipe("placement.student_on=later", "placement.wait_for_nodes=true")
+    said: list[str] = []
+    with pytest.raises(Stopped, match="the actors: stopped while waiting for room"):
+        Placement(waiting, "cpu", ALL, said.append, lambda: bool(said))
+    assert said[0].startswith("the actors: waiting for room")
