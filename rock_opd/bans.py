@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rock_opd.sampling import sample_requests
 from rock_opd.types import Prompt, Rollout, SampleRequest
 
 
@@ -54,18 +55,7 @@ class Task:
 
     def requests(self, *banned: int) -> list[SampleRequest]:
         """A requests, problem by problem; their seeds do not depend on what is banned."""
-        from rock_opd.coordinator import sample_seed
-
-        return [
-            SampleRequest(
-                prompt=problem,
-                sample_idx=i,
-                seed=sample_seed(self.seed, -1, problem.prompt_id, i),
-                banned_ids=banned,
-            )
-            for problem in self.problems
-            for i in range(self.samples)
-        ]
+        return sample_requests(self.problems, self.samples, seed=self.seed, step=-1, banned=banned)
 
     def answer(self, rollouts: Sampler, requests: list[SampleRequest]) -> list[Answer]:
         """Answers, in the order of the requests."""

@@ -24,8 +24,8 @@ from rock_opd.redact import redact
 
 if TYPE_CHECKING:
     from rock_opd.config import Recipe
-    from rock_opd.coordinator import Progress, StepLine
     from rock_opd.findings import CheckReport
+    from rock_opd.progress import Progress, StepLine
 
 EXIT_INTERRUPTED = 130
 

@@ -24,10 +24,10 @@ from rock_opd.core.metrics import gap_metrics
 from rock_opd.data import given_rollouts
 from rock_opd.errors import RockOPDError
 from rock_opd.findings import CheckReport, Level
-from rock_opd.generate import sample_requests
 from rock_opd.inputs import Inputs, load_inputs
 from rock_opd.measure import Measured, measure
 from rock_opd.models import stop_token_ids
+from rock_opd.sampling import sample_requests
 from rock_opd.score import Engines, ray_engines
 from rock_opd.types import Prompt, Rollout, SampleRequest
 
@@ -103,7 +103,9 @@ class _Trial:
             self._report.add("ok", f"{len(self._answers)} given answers are taken")
             return
         self._roles.turn("rollout")
-        requests = sample_requests(prompts, recipe)[:NUM_ANSWERS]
+        requests = sample_requests(
+            prompts, recipe.rollout.samples_per_prompt, seed=recipe.run.seed, step=0
+        )[:NUM_ANSWERS]
         rollouts = self._roles.rollouts.generate(
             requests,
             temperature=cfg.temperature,

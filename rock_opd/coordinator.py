@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,6 @@ import numpy as np
 from rock_opd.checkpoint import (
     RunState,
     identity,
-    list_checkpoints,
     load_checkpoint,
     pack_state,
     set_aside,
@@ -43,8 +41,8 @@ from rock_opd.core.metrics import (
 from rock_opd.core.policies import audit_rng, make_policy
 from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.data import given_rollouts
-from rock_opd.durable import digest, replace_folder, storing
-from rock_opd.errors import NumericsError, RockOPDError, StorageError
+from rock_opd.durable import digest
+from rock_opd.errors import NumericsError, StorageError
 from rock_opd.evaluate import (
     Grader,
     answer_problems,
@@ -52,19 +50,19 @@ from rock_opd.evaluate import (
     heldout_kl,
     heldout_summary,
     response_text,
-    sample_answers,
 )
+from rock_opd.faultlog import FaultLog, Restart
 from rock_opd.inputs import Inputs
-from rock_opd.journal import Journal
+from rock_opd.keeper import Keeper
 from rock_opd.measure import Measured, deal_rollouts, measure
 from rock_opd.probe import context_facts, reservoir_rng, window_encoder
-from rock_opd.runlog import OccurrenceLog, RunLog, type_rows
-from rock_opd.saver import Saved, Saver
+from rock_opd.progress import Progress, StepLine
+from rock_opd.runlog import OccurrenceLog, type_rows
+from rock_opd.sampling import sample_answers, sample_requests
 from rock_opd.types import (
     FreezeMask,
     Prompt,
     Rollout,
-    SampleRequest,
     StepResult,
     StepSignals,
     TeacherScores,
@@ -73,8 +71,7 @@ from rock_opd.types import (
 )
 
 if TYPE_CHECKING:
-    from rock_opd.actors.fleet import Replacement
-    from rock_opd.actors.processes import Process
+    pass
 
 ROLES_OF_PHASE = {
     "probe": ("teacher",),
@@ -84,60 +81,6 @@ ROLES_OF_PHASE = {
     "sync": ("student", "rollout"),
 }
 """Which roles hold the shared GPUs in a phase (``placement.colocate``)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLine:
-    """A finished step, for the person watching."""
-
-    step: int
-    num_steps: int
-    kl: float
-    """Nats per token; NaN when nothing was measured."""
-    tokens_per_s: float
-    frozen_share: float
-    seconds_left: float
-
-
-@dataclass
-class Progress:
-    """Where the run stands. Written by the loop, read by another thread."""
-
-    phase: str = "reading"
-    lines: list[StepLine | str] = field(default_factory=list)
-    """Finished steps and notes, in order."""
-    step: int = 0
-    """The step the run is in."""
-    since: float = 0.0
-    """When the phase began, in seconds since the epoch."""
-    first_step: int | None = None
-    """The step it goes on from; None until it knows."""
-    processes: tuple[Process, ...] = ()
-    """The coordinator's own and those of the roles, as far as they are started."""
-    on_phase: Callable[[Progress], None] | None = None
-    """Told of every new phase."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name == "phase":
-            self.since = time.time()
-            if self.on_phase is not None:
-                self.on_phase(self)
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restart:
-    """A run that had to start again, as its driver knows it."""
-
-    number: int
-    """1 for the first of the run."""
-    cause: str
-    """On one line."""
-    failed_at: float
-    """Seconds since the epoch."""
 
 
 class Coordinator:
@@ -191,21 +134,12 @@ class Coordinator:
             )
         if recipe.log.occurrences:
             self._occurrences = OccurrenceLog(recipe, inputs.tokenizer, inputs.num_real_ids)
-        self._restarts = restarts
-        self._log_open = False
-        self._replacements: list[Replacement] = []
-        roles.replaced = self._replaced
+        self._faults = FaultLog(restarts, progress)
+        roles.replaced = self._faults.replaced
         self.state = RunState()
         self._alarms = Alarms(recipe.alarm)
-        self._saver = Saver(
-            recipe.run_dir,
-            recipe.checkpoint,
-            roles.students,
-            timeout_s=recipe.run.phase_timeout_s,
-        )
-        self._telling = False
+        self._keeper = Keeper(recipe, roles, progress, self._pack)
         self._clock: dict[str, float] = {}
-        self._saved_step = -1
         self._accuracy: tuple[int, float] | None = None
 
     # ---------------------------------------------------------------- the loop
@@ -217,27 +151,22 @@ class Coordinator:
             The summary, as written to ``summary.json``.
         """
         resumed = self._resume() if self.recipe.resume else None
-        self.log = RunLog(
-            self.recipe,
+        self.log, self._journal = self._keeper.open(
             resume_step=None if resumed is None else self.state.step,
-            on_error=self._cannot_store,
+            fingerprint=digest(json.dumps(self._fingerprints(), sort_keys=True).encode()),
         )
-        fingerprint = digest(json.dumps(self._fingerprints(), sort_keys=True).encode())
-        self._journal = Journal(self.recipe.run_dir, fingerprint=fingerprint)
-        if resumed is None:
-            self._journal.clear()
-        else:
+        if resumed is not None:
             self.log.event(
                 "resume", self.state.step, num_updates=self.state.num_updates, refused=resumed
             )
         self.progress.first_step = self.progress.step = self.state.step
-        self._tell_faults(resumed is not None)
+        self._faults.open(self.log, step=self.state.step, resumed=resumed is not None)
         if self.state.step == 0 and not self.state.heldout and not self.stop.is_set():
             self._measure_heldout_before()
         try:
             self._train()
         except (NumericsError, StorageError):
-            self._keep_what_is_written()
+            self._keeper.rescue()
             raise
         return self._finish()
 
@@ -259,7 +188,8 @@ class Coordinator:
             )
             if self._due(self.recipe.eval.every):
                 self._evaluate()
-            self._save(
+            self._keeper.save(
+                self.state.step,
                 checkpoint=self._due(self.recipe.checkpoint.every),
                 hf=self._due(self.recipe.checkpoint.save_hf_every),
             )
@@ -358,7 +288,7 @@ class Coordinator:
         self.log.metrics(step, values)
         self._sound_alarms(values, step)
         if recipe.log.occurrences and results:
-            with self._disk():
+            with self._keeper.disk():
                 self._occurrences.write(step, rollouts, measured, weights)
         if step % recipe.log.registry_every == 0:
             self._snapshot()
@@ -394,21 +324,13 @@ class Coordinator:
             seconds=self._clock["probe"],
         )
 
-    def _requests(
-        self, prompts: Sequence[Prompt], num_samples: int, *, step: int
-    ) -> list[SampleRequest]:
-        seed = self.recipe.run.seed
-        return [
-            SampleRequest(prompt=p, sample_idx=i, seed=sample_seed(seed, step, p.prompt_id, i))
-            for p in prompts
-            for i in range(num_samples)
-        ]
-
     def _sample(self, prompts: list[Prompt], step: int) -> list[Rollout]:
         """The step's rollouts, in the journal before anything is learned from them; those that a
         run which broke off had sampled are taken again."""
         cfg = self.recipe.rollout
-        requests = self._requests(prompts, cfg.samples_per_prompt, step=step)
+        requests = sample_requests(
+            prompts, cfg.samples_per_prompt, seed=self.recipe.run.seed, step=step
+        )
         found = self._journal.read(step, self.state.num_updates, requests)
         if found.refused is not None:
             self.progress.say(found.refused)
@@ -422,7 +344,7 @@ class Coordinator:
                 f"step {step}: rollouts sampled with policy v{stale}, the trainer is at "
                 f"v{self.state.num_updates}"
             )
-        with self._disk():
+        with self._keeper.disk():
             self._journal.write(step, self.state.num_updates, rollouts)
         return rollouts
 
@@ -523,51 +445,19 @@ class Coordinator:
         text = [self.inputs.tokenizer.decode([int(i)]) for i in columns["token_id"]]
         self.log.registry(self.state.step, {"text": text, **columns})
 
-    # ---------------------------------------------------------------- what was lost
-
-    def _tell_faults(self, resumed: bool) -> None:
-        """What happened before there was a log to write it into. Of the restarts a resumed run's
-        log has the older ones."""
-        for restart in self._restarts[-1:] if resumed else self._restarts:
-            self.log.event(
-                "restart",
-                self.state.step,
-                number=restart.number,
-                cause=restart.cause,
-                seconds=time.time() - restart.failed_at,
-            )
-        self._log_open = True
-        for replacement in self._replacements:
-            self._log_replacement(replacement)
-
-    def _replaced(self, replacement: Replacement) -> None:
-        """An actor was lost, and another one has its place."""
-        self.progress.say(f"step {self.progress.step}: {replacement}")
-        self._replacements.append(replacement)
-        if self._log_open:
-            self._log_replacement(replacement)
-
-    def _log_replacement(self, replacement: Replacement) -> None:
-        process = replacement.process
-        self.log.event(
-            "replace",
-            self.progress.step,
-            role=process.role,
-            index=process.index,
-            phase=replacement.phase,
-            cause=replacement.cause,
-            seconds=replacement.seconds,
-        )
-
     # ---------------------------------------------------------------- held out, evaluation
 
     def _measure_heldout_before(self) -> None:
         if not self.inputs.heldout:
             return
         self.progress.phase = "held-out KL before"
-        requests = self._requests(self.inputs.heldout, 1, step=0)
-        self.state.heldout = sample_answers(self.roles, requests, self.recipe.rollout)
+        self.state.heldout = self._answer_once(self.inputs.heldout)
         self.state.heldout_before = heldout_kl(self.roles, self.recipe, self.state.heldout)
+
+    def _answer_once(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """One answer a prompt, with the seeds of before training."""
+        requests = sample_requests(prompts, 1, seed=self.recipe.run.seed, step=0)
+        return sample_answers(self.roles, requests, self.recipe.rollout)
 
     def _evaluate(self) -> float | None:
         """Accuracy on the recipe's problems; keeps the student when it is the best so far."""
@@ -578,7 +468,9 @@ class Coordinator:
         cfg, state = self.recipe.eval, self.state
         self.progress.phase = "evaluate"
         started = time.monotonic()
-        requests = self._requests(self.inputs.problems, cfg.samples, step=-1)
+        requests = sample_requests(
+            self.inputs.problems, cfg.samples, seed=self.recipe.run.seed, step=-1
+        )
         found = answer_problems(self.roles, requests, cfg, self.inputs.tokenizer, self.grader)
         accuracy = found["accuracy"]
         self._accuracy = (state.step, accuracy)
@@ -589,7 +481,7 @@ class Coordinator:
         if best:
             state.best_accuracy = accuracy
             if self.recipe.checkpoint.keep_best:
-                self._save_model("best")
+                self._keeper.save_model("best")
         return accuracy
 
     # ---------------------------------------------------------------- checkpoint, resume, end
@@ -610,91 +502,9 @@ class Coordinator:
             **identity(self.recipe),
         }
 
-    def _save(self, *, checkpoint: bool = True, hf: bool = False) -> None:
-        """Begins what is due; the round before must be on disk first."""
-        state = self.state
-        if not hf and (not checkpoint or self._saved_step == state.step):
-            return
-        self._end_saving()
-        self.progress.phase = "checkpoint"
-        self.roles.turn("student")
-        if checkpoint and self._saved_step != state.step:
-            state.alarms = self._alarms.state_dict()
-            numbers, arrays = pack_state(state, self.registry, self.policy, self._fingerprints())
-            with self._disk():
-                self._saver.checkpoint(state.step, numbers=numbers, arrays=arrays)
-                self._saved_step = state.step
-        if hf:
-            with self._disk():
-                self._saver.hf(state.step)
-        if not self.recipe.checkpoint.background:
-            self._end_saving()
-
-    def _end_saving(self) -> None:
-        """Waits until nothing is being written."""
-        while self._saver.busy:
-            self.progress.phase = "writing"
-            with self._disk():
-                self._tell_saved(self._saver.wait())
-
-    def _keep_what_is_written(self) -> None:
-        """Before the run breaks off for a reason that leaves the student ranks alive."""
-        with suppress(RockOPDError):
-            while self._saver.busy:
-                self._tell_saved(self._saver.wait())
-
-    def _look_after_saving(self) -> None:
-        """Gives their names to what is whole by now; a write that failed is told here."""
-        if self._saver.busy:
-            with self._disk():
-                self._tell_saved(self._saver.poll())
-
-    def _tell_saved(self, saved: list[Saved]) -> None:
-        for one in saved:
-            self.log.event(
-                one.kind,
-                one.step,
-                path=one.path.name,
-                seconds=one.seconds,
-                held_up_s=one.held_up_s,
-            )
-            if one.kind == "checkpoint":
-                steps = [step for step, _ in list_checkpoints(self.recipe.run_dir)]
-                # The newest may turn out damaged: the one before it needs its steps again.
-                self._journal.prune(min(steps[-2:], default=0))
-
-    def _save_model(self, name: str) -> None:
-        """The student as a model folder, in place of the one of that name when it is whole."""
-        final = self.recipe.run_dir / name
-        partial = final.with_name(name + ".partial")
-        self.roles.turn("student")
-        with self._disk(), storing("model", final):
-            shutil.rmtree(partial, ignore_errors=True)
-            self.roles.students.save_hf(partial)
-            replace_folder(partial, final)
-
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        """What cannot be written ends the run, or is told (``checkpoint.on_error``)."""
-        try:
-            yield
-        except StorageError as error:
-            self._saved_step = -1  # the last one may be among what failed: try again
-            self._cannot_store(error)
-
-    def _cannot_store(self, error: StorageError) -> None:
-        """
-        Raises:
-            StorageError: this one, unless the recipe says to go on.
-        """
-        if self.recipe.checkpoint.on_error == "stop":
-            raise error
-        if self._telling:
-            return  # this event's own line could not be written; it is kept and comes later
-        self._telling = True
-        self.progress.say(f"step {self.state.step}: {error}; going on (checkpoint.on_error=warn)")
-        self.log.event("storage", self.state.step, error=str(error))
-        self._telling = False
+    def _pack(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self.state.alarms = self._alarms.state_dict()
+        return pack_state(self.state, self.registry, self.policy, self._fingerprints())
 
     def _resume(self) -> list[str]:
         """Everything back as it was after the newest whole checkpoint's step, the rollout workers
@@ -716,7 +526,7 @@ class Coordinator:
             self._alarms.load_state_dict(self.state.alarms)
         self.roles.turn("student")
         self.roles.students.load_state(found.path / "student")
-        self._saved_step = found.step
+        self._keeper.saved_step = found.step
         self.roles.turn("student", "rollout")
         self._push_weights()
         return refused
@@ -725,9 +535,9 @@ class Coordinator:
         """Saves what the run leaves behind; an interrupted run leaves a checkpoint and says so."""
         state, recipe = self.state, self.recipe
         whole = state.step >= self.num_steps
-        self._save()
-        self._end_saving()
-        self._saver.close()
+        self._keeper.save(state.step)
+        self._keeper.settle()
+        self._keeper.close()
         self._snapshot()
         summary: dict[str, Any] = {
             "name": recipe.run.name,
@@ -756,7 +566,7 @@ class Coordinator:
         summary["samples"] = self._before_and_after()
         summary["accuracy"] = self._evaluate()
         self.progress.phase = "saving"
-        self._save_model("model")
+        self._keeper.save_model("model")
         self.log.event("finish", state.step)
         self.log.summary(summary)
         self.log.close()
@@ -775,9 +585,7 @@ class Coordinator:
         if not self.state.heldout:
             return None
         prompt, tokenizer = self.inputs.heldout[0], self.inputs.tokenizer
-        [after] = sample_answers(
-            self.roles, self._requests([prompt], 1, step=0), self.recipe.rollout
-        )
+        [after] = self._answer_once([prompt])
         return {
             "prompt": tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
             "before": response_text(tokenizer, self.state.heldout[0]),
@@ -786,18 +594,12 @@ class Coordinator:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        self._look_after_saving()
+        self._keeper.look()
         self.progress.phase = name
         self.roles.turn(*ROLES_OF_PHASE[name])
         started = time.monotonic()
         yield
         self._clock[name] = time.monotonic() - started
-
-
-def sample_seed(run_seed: int, step: int, prompt_id: str, sample_idx: int) -> int:
-    """Seed of one sample: a function of what it is, not of who samples it. In [0, 2**31)."""
-    text = f"{run_seed}/{step}/{prompt_id}/{sample_idx}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") & 0x7FFFFFFF
 
 
 def _num_bytes(record: Rollout | TeacherScores | StepResult) -> int:

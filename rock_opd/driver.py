@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
-from rock_opd.coordinator import Coordinator, Progress, Restart
+from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
 from rock_opd.durable import size
 from rock_opd.errors import ConfigError, PlacementError
+from rock_opd.faultlog import Restart
 from rock_opd.inputs import Inputs, load_inputs
 from rock_opd.models import stop_token_ids, trust_code
+from rock_opd.progress import Progress
 from rock_opd.runlock import RunTaken, claim
 from rock_opd.runlog import write_atomic
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rock_opd.config import EvalConfig, Recipe, RolloutConfig
+from rock_opd.config import EvalConfig, Recipe
 from rock_opd.core.analysis import paired_bootstrap_change
 from rock_opd.measure import measure
 from rock_opd.types import Rollout, SampleRequest
@@ -38,23 +38,6 @@ def grade(answers: list[str], golds: list[str], *, timeout_s: int = 5) -> list[b
         given = parse(answer, parsing_timeout=timeout_s)
         right.append(bool(wanted and given and verify(wanted, given, timeout_seconds=timeout_s)))
     return right
-
-
-def sample_answers(
-    roles: Any, requests: Sequence[SampleRequest], cfg: RolloutConfig
-) -> list[Rollout]:
-    """Responses as in training.
-
-    Args:
-        roles: ``actors.groups.Roles``, or what stands in for it.
-    """
-    roles.turn("rollout")
-    return roles.rollouts.generate(
-        requests,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        max_new_tokens=cfg.max_new_tokens,
-    )
 
 
 def answer_problems(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from rock_opd.config import Recipe
 from rock_opd.errors import ConfigError
-from rock_opd.types import Prompt, Rollout, SampleRequest
+from rock_opd.sampling import sample_requests
+from rock_opd.types import Rollout
 
 
 def generate_answers(
@@ -39,7 +40,9 @@ def generate_answers(
     )
     for line in skipped_lines(prompts):
         say(line)
-    requests = sample_requests(prompts.prompts, recipe)
+    requests = sample_requests(
+        prompts.prompts, cfg.samples_per_prompt, seed=recipe.run.seed, step=0
+    )
     connect(address)
     try:
         rollouts, release = start_rollouts(
@@ -85,14 +88,3 @@ def claim_output(output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error}") from None
-
-
-def sample_requests(prompts: Sequence[Prompt], recipe: Recipe) -> list[SampleRequest]:
-    """Every response to these prompts; the seeds are those of step 0."""
-    from rock_opd.coordinator import sample_seed
-
-    return [
-        SampleRequest(prompt=p, sample_idx=i, seed=sample_seed(recipe.run.seed, 0, p.prompt_id, i))
-        for p in prompts
-        for i in range(recipe.rollout.samples_per_prompt)
-    ]

@@ -135,12 +135,13 @@ def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
     from transformers import AutoModelForCausalLM
 
     from rock_opd.config import build_recipe
-    from rock_opd.coordinator import Coordinator, Progress, sample_seed
+    from rock_opd.coordinator import Coordinator
     from rock_opd.inputs import load_inputs
     from rock_opd.local_roles import LocalRoles
     from rock_opd.measure import measure
     from rock_opd.models import stop_token_ids
-    from rock_opd.types import SampleRequest
+    from rock_opd.progress import Progress
+    from rock_opd.sampling import sample_answers, sample_requests
 
     recipe = build_recipe(pair.recipe_tree(name), list(overrides))
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
@@ -175,16 +176,10 @@ def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
     own = measure(
         roles,
         recipe,
-        roles.rollouts.generate(
-            [
-                SampleRequest(
-                    prompt=p, sample_idx=0, seed=sample_seed(recipe.run.seed, 0, p.prompt_id, 0)
-                )
-                for p in inputs.heldout
-            ],
-            temperature=recipe.rollout.temperature,
-            top_p=recipe.rollout.top_p,
-            max_new_tokens=recipe.rollout.max_new_tokens,
+        sample_answers(
+            roles,
+            sample_requests(inputs.heldout, 1, seed=recipe.run.seed, step=0),
+            recipe.rollout,
         ),
     )
     return Outcome(

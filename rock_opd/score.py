@@ -26,7 +26,7 @@ from rock_opd.config import Recipe
 from rock_opd.core.metrics import gap_metrics
 from rock_opd.data import given_rollouts, load_prompts
 from rock_opd.errors import ConfigError, DataError, NumericsError
-from rock_opd.generate import claim_output, sample_requests
+from rock_opd.generate import claim_output
 from rock_opd.measure import Measured, measure
 from rock_opd.models import (
     load_tokenizer,
@@ -46,6 +46,7 @@ from rock_opd.occurrences import (
     read_info,
 )
 from rock_opd.runlog import write_atomic
+from rock_opd.sampling import sample_requests
 from rock_opd.tables import Report, Say, Track
 from rock_opd.types import Rollout, SampleRequest
 
@@ -297,8 +298,9 @@ def _from_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Say) 
     def lots() -> Iterator[Lot]:
         for start in starts:
             some = prompts.prompts[start : start + cfg.prompts_per_step]
+            asked = sample_requests(some, cfg.samples_per_prompt, seed=recipe.run.seed, step=0)
             yield Lot(
-                requests=sample_requests(some, recipe) if samples else [],
+                requests=asked if samples else [],
                 rollouts=[] if samples else given_rollouts(some),
                 step=None,
             )

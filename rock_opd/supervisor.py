@@ -20,9 +20,10 @@ from rock_opd.actors.placement import start_coordinator
 from rock_opd.actors.processes import Lookout, Process, end
 from rock_opd.actors.waiting import plain, why_dead
 from rock_opd.config import Recipe
-from rock_opd.coordinator import Progress, Restart, StepLine
 from rock_opd.errors import RockOPDError, RoleError, RoleLost, RoleTimeout
+from rock_opd.faultlog import Restart
 from rock_opd.inputs import Inputs
+from rock_opd.progress import Progress, StepLine
 
 POLL_S = 0.3
 CLEAR_S = 60.0

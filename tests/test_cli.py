@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from rock_opd.cli import _duration, cli, main, step_line
-from rock_opd.coordinator import StepLine
 from rock_opd.errors import ConfigError
+from rock_opd.progress import StepLine
 
 RECIPE = """
 run: {name: t, device: cpu}

@@ -15,12 +15,15 @@ import pytest
 
 from rock_opd.checkpoint import load_checkpoint
 from rock_opd.config import Recipe, build_recipe
-from rock_opd.coordinator import Coordinator, Inputs, Progress, sample_seed
+from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
 from rock_opd.driver import shared_memory_lines
 from rock_opd.durable import file_facts, storing
 from rock_opd.errors import DataError, NumericsError, StorageError
+from rock_opd.inputs import Inputs
 from rock_opd.occurrences import build_registry, read_info
+from rock_opd.progress import Progress
+from rock_opd.sampling import sample_seed
 from rock_opd.types import Prompt, Rollout, StepResult, TeacherScores, TrainBatch
 
 VOCAB = 16

@@ -1,0 +1,144 @@
+"""What a run keeps on disk besides its log, and when: checkpoints, copies for serving, models, the
+journal. ``saver.py`` writes; here stands what is due, what is told, and what a full disk means."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from rock_opd.checkpoint import list_checkpoints
+from rock_opd.config import Recipe
+from rock_opd.durable import replace_folder, storing
+from rock_opd.errors import RockOPDError, StorageError
+from rock_opd.journal import Journal
+from rock_opd.progress import Progress
+from rock_opd.runlog import RunLog
+from rock_opd.saver import Saved, Saver
+
+Pack = Callable[[], tuple[dict[str, Any], dict[str, np.ndarray]]]
+"""Gives a checkpoint's numbers and arrays, as ``checkpoint.pack_state`` does."""
+
+
+class Keeper:
+    """Keeps one run; used from the loop's thread."""
+
+    def __init__(self, recipe: Recipe, roles: Any, progress: Progress, pack: Pack) -> None:
+        self._recipe, self._roles, self._progress, self._pack = recipe, roles, progress, pack
+        self._saver = Saver(
+            recipe.run_dir,
+            recipe.checkpoint,
+            roles.students,
+            timeout_s=recipe.run.phase_timeout_s,
+        )
+        self._telling = False
+        self.saved_step = -1
+        """Step of the newest checkpoint of this run, written or on its way."""
+
+    def open(self, *, resume_step: int | None, fingerprint: str) -> tuple[RunLog, Journal]:
+        """The run's log and journal: new ones, or cut back to the step it goes on from.
+
+        Args:
+            fingerprint: of all that must be the same when a run goes on.
+
+        Raises:
+            StorageError: the folder cannot be used at all.
+        """
+        self._log = RunLog(self._recipe, resume_step=resume_step, on_error=self._cannot_store)
+        self._journal = Journal(self._recipe.run_dir, fingerprint=fingerprint)
+        if resume_step is None:
+            self._journal.clear()
+        return self._log, self._journal
+
+    def save(self, step: int, *, checkpoint: bool = True, hf: bool = False) -> None:
+        """Begins what is due; the round before must be on disk first."""
+        if not hf and (not checkpoint or self.saved_step == step):
+            return
+        self.settle()
+        self._progress.phase = "checkpoint"
+        self._roles.turn("student")
+        if checkpoint and self.saved_step != step:
+            numbers, arrays = self._pack()
+            with self.disk():
+                self._saver.checkpoint(step, numbers=numbers, arrays=arrays)
+                self.saved_step = step
+        if hf:
+            with self.disk():
+                self._saver.hf(step)
+        if not self._recipe.checkpoint.background:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until nothing is being written."""
+        while self._saver.busy:
+            self._progress.phase = "writing"
+            with self.disk():
+                self._tell(self._saver.wait())
+
+    def rescue(self) -> None:
+        """Before the run breaks off for a reason that leaves the student ranks alive: what is
+        being written gets its name."""
+        with suppress(RockOPDError):
+            while self._saver.busy:
+                self._tell(self._saver.wait())
+
+    def look(self) -> None:
+        """Gives their names to what is whole by now; a write that failed is told here."""
+        if self._saver.busy:
+            with self.disk():
+                self._tell(self._saver.poll())
+
+    def close(self) -> None:
+        """Nothing may be saved after it."""
+        self._saver.close()
+
+    def save_model(self, name: str) -> None:
+        """The student as a model folder, in place of the one of that name when it is whole."""
+        final = self._recipe.run_dir / name
+        partial = final.with_name(name + ".partial")
+        self._roles.turn("student")
+        with self.disk(), storing("model", final):
+            shutil.rmtree(partial, ignore_errors=True)
+            self._roles.students.save_hf(partial)
+            replace_folder(partial, final)
+
+    @contextmanager
+    def disk(self) -> Iterator[None]:
+        """What cannot be written ends the run, or is told (``checkpoint.on_error``)."""
+        try:
+            yield
+        except StorageError as error:
+            self.saved_step = -1  # the last one may be among what failed: try again
+            self._cannot_store(error)
+
+    def _tell(self, saved: list[Saved]) -> None:
+        for one in saved:
+            self._log.event(
+                one.kind,
+                one.step,
+                path=one.path.name,
+                seconds=one.seconds,
+                held_up_s=one.held_up_s,
+            )
+            if one.kind == "checkpoint":
+                steps = [step for step, _ in list_checkpoints(self._recipe.run_dir)]
+                # The newest may turn out damaged: the one before it needs its steps again.
+                self._journal.prune(min(steps[-2:], default=0))
+
+    def _cannot_store(self, error: StorageError) -> None:
+        """
+        Raises:
+            StorageError: this one, unless the recipe says to go on.
+        """
+        if self._recipe.checkpoint.on_error == "stop":
+            raise error
+        if self._telling:
+            return  # this event's own line could not be written; it is kept and comes later
+        self._telling = True
+        step = self._progress.step
+        self._progress.say(f"step {step}: {error}; going on (checkpoint.on_error=warn)")
+        self._log.event("storage", step, error=str(error))
+        self._telling = False
