@@ -45,7 +45,7 @@ def cli() -> None:
 )
 def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None:
     """Run RECIPE. `rock-opd train RECIPE resume=true` goes on from its newest checkpoint."""
-    from rock_opd.config import load_recipe
+    from rock_opd.recipe_file import load_recipe
 
     # First, so that a wrong recipe dies before anything heavy is imported.
     cfg = load_recipe(recipe, list(overrides))
@@ -115,7 +115,7 @@ def check(
 
     Exit status 2 when a check fails.
     """
-    from rock_opd.config import load_recipe
+    from rock_opd.recipe_file import load_recipe
 
     if static and (live or cluster):
         raise click.UsageError("--static opens nothing; leave it out with --live or --cluster")
@@ -176,9 +176,9 @@ def prepare_demo(folder: Path, tiny: bool) -> None:
 @click.option("--address", help="As for train.")
 def generate(recipe: Path, overrides: tuple[str, ...], output: Path, address: str | None) -> None:
     """Let RECIPE's teacher answer its prompts (stage 1, off-policy): one JSONL row per answer."""
-    from rock_opd.config import load_recipe
     from rock_opd.driver import anchor_paths
     from rock_opd.generate import generate_answers
+    from rock_opd.recipe_file import load_recipe
 
     cfg = anchor_paths(load_recipe(recipe, list(overrides)), Path.cwd())
     num = generate_answers(

@@ -43,8 +43,8 @@ def _recipe(
     path: Path | None, overrides: tuple[str, ...], needed: tuple[str, ...] = (), **keys: Any
 ) -> Recipe:
     """A recipe from a file or from defaults; options given by name win over both."""
-    from rock_opd.config import load_recipe
     from rock_opd.driver import anchor_paths
+    from rock_opd.recipe_file import load_recipe
 
     named = [
         f"{key.replace('__', '.')}={value}" for key, value in keys.items() if value is not None
@@ -129,7 +129,7 @@ def score(
     as_json: bool,
 ) -> None:
     """Let the student answer prompts, and write what teacher and student say of every token."""
-    from rock_opd.config import NEEDED
+    from rock_opd.recipe_file import NEEDED
     from rock_opd.score import score as run
 
     cfg = _recipe(

@@ -134,13 +134,13 @@ def run_pair(pair: Pair, name: str, *overrides: str) -> Outcome:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rock_opd.config import build_recipe
     from rock_opd.coordinator import Coordinator
     from rock_opd.inputs import load_inputs
     from rock_opd.local_roles import LocalRoles
     from rock_opd.measure import measure
     from rock_opd.models import stop_token_ids
     from rock_opd.progress import Progress
+    from rock_opd.recipe_file import build_recipe
     from rock_opd.sampling import sample_answers, sample_requests
 
     recipe = build_recipe(pair.recipe_tree(name), list(overrides))

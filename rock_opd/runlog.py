@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from rock_opd.config import LogConfig, Recipe, recipe_yaml
+from rock_opd.config import LogConfig, Recipe
 from rock_opd.core.registry import Registry
 from rock_opd.durable import storing
 from rock_opd.errors import DataError, StorageError
 from rock_opd.measure import Measured
 from rock_opd.models import tokenizer_fingerprint
 from rock_opd.occurrences import FileInfo, Occurrences, OccurrenceWriter, newline_counts
+from rock_opd.recipe_file import recipe_yaml
 from rock_opd.redact import redact
 from rock_opd.types import Rollout, TokenWeights
 

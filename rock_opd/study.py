@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from rock_opd.config import Recipe, recipe_yaml
+from rock_opd.config import Recipe
 from rock_opd.errors import ConfigError
+from rock_opd.recipe_file import recipe_yaml
 from rock_opd.runlog import write_atomic
 from rock_opd.tables import Report, Say, Track
 

@@ -25,13 +25,13 @@ from rock_opd.checkpoint import (
     unpack_state,
     write_state,
 )
-from rock_opd.config import build_recipe
 from rock_opd.core.policies import make_policy
 from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.durable import file_facts
 from rock_opd.errors import DataError
 from rock_opd.evaluate import HeldoutKL
 from rock_opd.probe import ProbeSet
+from rock_opd.recipe_file import build_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_journal import assert_same, rollouts

@@ -84,8 +84,8 @@ def test_a_second_run_of_the_same_name_does_not_overwrite_the_first(tmp_path):
 
 
 def test_a_recipe_may_ask_for_the_next_free_name(tmp_path):
-    from rock_opd.config import load_recipe
     from rock_opd.driver import settle_run_dir
+    from rock_opd.recipe_file import load_recipe
 
     (tmp_path / "r.yaml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "r.yaml", [f"run.dir={tmp_path}", "run.on_existing=new"])
@@ -136,7 +136,7 @@ def test_errors_survive_pickling():
 
 
 def test_the_resolved_recipe_reads_back_as_itself(tmp_path):
-    from rock_opd.config import load_recipe, recipe_yaml
+    from rock_opd.recipe_file import load_recipe, recipe_yaml
 
     (tmp_path / "r.yaml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "r.yaml", ["optim.betas=[0.8,0.9]", "policy.name=rock_freeze"])

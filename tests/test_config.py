@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rock_opd.config import Recipe, build_recipe, load_recipe, recipe_yaml, resolve_dtype
+from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.errors import ConfigError
+from rock_opd.recipe_file import build_recipe, load_recipe, recipe_yaml
 
 LEAST = ["data.prompts=p.jsonl", "teacher.model=t", "student.model=s"]
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rock_opd.config import Recipe, build_recipe
+from rock_opd.config import Recipe
 from rock_opd.contract import NUM_ANSWERS, Noise, check_live
 from rock_opd.errors import DataError, RoleError
 from rock_opd.findings import CheckReport
+from rock_opd.recipe_file import build_recipe
 from rock_opd.types import Rollout, StepResult, TeacherScores
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rock_opd.checkpoint import load_checkpoint
-from rock_opd.config import Recipe, build_recipe
+from rock_opd.config import Recipe
 from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
 from rock_opd.driver import shared_memory_lines
@@ -23,6 +23,7 @@ from rock_opd.errors import DataError, NumericsError, StorageError
 from rock_opd.inputs import Inputs
 from rock_opd.occurrences import build_registry, read_info
 from rock_opd.progress import Progress
+from rock_opd.recipe_file import build_recipe
 from rock_opd.sampling import sample_seed
 from rock_opd.types import Prompt, Rollout, StepResult, TeacherScores, TrainBatch
 

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rock_opd.config import build_recipe
 from rock_opd.core.gradients import TypeGradients, type_gradients
 from rock_opd.core.objective import reverse_kl
 from rock_opd.engines.gradient_rows import GradientMemory
 from rock_opd.errors import ConfigError, DataError, NumericsError
 from rock_opd.gradients import draw_sample, measure_gradients, type_groups
 from rock_opd.models import load_tokenizer, tokenizer_fingerprint
+from rock_opd.recipe_file import build_recipe
 from rock_opd.rocklist import write_ids
 
 sys.path.insert(0, str(Path(__file__).parent))

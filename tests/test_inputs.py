@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rock_opd.config import Recipe, build_recipe
+from rock_opd.config import Recipe
 from rock_opd.driver import anchor_paths
 from rock_opd.errors import DataError
 from rock_opd.inputs import load_inputs
 from rock_opd.models import load_tokenizer, stop_token_ids
+from rock_opd.recipe_file import build_recipe
 
 
 @pytest.fixture

@@ -307,8 +307,8 @@ def test_without_a_solved_problem_no_delta_is_claimed(tmp_path: Path):
 
 
 def knock(tiny_models: Path, folder: Path, ids: object, *overrides: str, **changed: Any) -> Any:
-    from rock_opd.config import build_recipe
     from rock_opd.knockout import knock_out
+    from rock_opd.recipe_file import build_recipe
 
     (folder / "ids.json").write_text(json.dumps(ids))
     settings = {"student.model": tiny_models / "student"} | changed

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from rock_opd.config import build_recipe
+from rock_opd.recipe_file import build_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clusters import ROOT, START_S, Command, clean_env

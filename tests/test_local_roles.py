@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rock_opd.config import Recipe, build_recipe
+from rock_opd.config import Recipe
 from rock_opd.core.batching import build_batches, deal, flatten, total_weight
 from rock_opd.errors import ConfigError, NumericsError
 from rock_opd.local_roles import LocalRoles
+from rock_opd.recipe_file import build_recipe
 from rock_opd.types import Prompt, Rollout, SampleRequest, TokenWeights
 
 VOCAB, STOP = 24, 1

@@ -24,7 +24,7 @@ from rock_opd.actors.fleet import Fleet, Limits
 from rock_opd.actors.placement import Placement
 from rock_opd.actors.processes import this_process
 from rock_opd.actors.waiting import gather
-from rock_opd.config import build_recipe
+from rock_opd.recipe_file import build_recipe
 from rock_opd.errors import PlacementError
 
 class Teacher:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rock_opd.config import build_recipe
 from rock_opd.findings import CheckReport
 from rock_opd.nodes import NodeFacts, check_nodes, local_paths, look, node_findings
+from rock_opd.recipe_file import build_recipe
 
 HERE = NodeFacts(
     name="head",

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rock_opd.config import load_recipe
 from rock_opd.errors import DataError
 from rock_opd.planted import (
     ASSISTANT,
@@ -34,6 +33,7 @@ from rock_opd.planted_study import (
     run_study,
     summarize_intervention,
 )
+from rock_opd.recipe_file import load_recipe
 
 TINY = Setting(teacher_steps=3, student_steps=2)
 """A pair made in a second: for what needs no trained model."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rock_opd.config import Recipe, build_recipe, load_recipe
+from rock_opd.config import Recipe
 from rock_opd.findings import CheckReport
 from rock_opd.preflight import check, package_findings
+from rock_opd.recipe_file import build_recipe, load_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 GOOD_PACKAGES = {

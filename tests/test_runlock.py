@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rock_opd.config import build_recipe
 from rock_opd.driver import settle_run_dir
+from rock_opd.recipe_file import build_recipe
 from rock_opd.runlock import NAME, STALE_S, RunTaken, claim
 
 HOLDER = """

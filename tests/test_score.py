@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rock_opd.config import Recipe, build_recipe
+from rock_opd.config import Recipe
 from rock_opd.errors import ConfigError, DataError, NumericsError
 from rock_opd.models import load_tokenizer, tokenizer_fingerprint
 from rock_opd.occurrences import Occurrences, OccurrenceWriter, build_registry, read, read_info
+from rock_opd.recipe_file import build_recipe
 from rock_opd.sampling import sample_seed
 from rock_opd.score import score
 from rock_opd.types import Rollout, StepResult, TeacherScores

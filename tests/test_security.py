@@ -15,8 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from own_code import with_own_code
 
-from rock_opd.config import Recipe, TeacherConfig, build_recipe, load_recipe, recipe_yaml
+from rock_opd.config import Recipe, TeacherConfig
 from rock_opd.errors import ConfigError, ModelError
+from rock_opd.recipe_file import build_recipe, load_recipe, recipe_yaml
 from rock_opd.redact import HIDDEN, redact
 
 ROOT = Path(__file__).parents[1]

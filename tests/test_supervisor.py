@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rock_opd.config import build_recipe
 from rock_opd.errors import NumericsError, RoleError, RoleLost, RoleTimeout
 from rock_opd.progress import Progress
+from rock_opd.recipe_file import build_recipe
 
 ray = pytest.importorskip("ray")
 from rock_opd.actors.processes import _states  # noqa: E402

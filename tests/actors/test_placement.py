@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rock_opd.config import build_recipe
 from rock_opd.errors import ConfigError, PlacementError
+from rock_opd.recipe_file import build_recipe
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402  (needs ray)

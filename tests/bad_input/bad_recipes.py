@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from case import Bench, Case
 
-from rock_opd.config import load_recipe
 from rock_opd.errors import ConfigError
+from rock_opd.recipe_file import load_recipe
 
 SOUND = b"""data: {prompts: p.jsonl}
 student: {model: s}

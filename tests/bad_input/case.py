@@ -15,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rock_opd.config import DataConfig, Recipe, build_recipe
+from rock_opd.config import DataConfig, Recipe
 from rock_opd.data import PromptSet, load_prompts
 from rock_opd.errors import RockOPDError
 from rock_opd.inputs import Inputs, load_inputs
 from rock_opd.models import load_tokenizer
+from rock_opd.recipe_file import build_recipe
 
 Area = Literal["recipe", "dataset", "model", "token list", "occurrence file", "checkpoint"]
 Outcome = Literal["error", "left out", "read"]

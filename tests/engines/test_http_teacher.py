@@ -25,11 +25,12 @@ import psutil
 import pytest
 import torch
 
-from rock_opd.config import TeacherConfig, build_recipe
+from rock_opd.config import TeacherConfig
 from rock_opd.engines.http_client import PassingFault, Replica, Replicas, read_key
 from rock_opd.engines.http_teacher import HttpTeacher, check_server
 from rock_opd.errors import ConfigError, DataError, ModelError, RockOPDError, RoleError
 from rock_opd.models import load_tokenizer
+from rock_opd.recipe_file import build_recipe
 from rock_opd.redact import Secret
 from rock_opd.types import Rollout, RowRequest
 
