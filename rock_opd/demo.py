@@ -45,15 +45,15 @@ def _make_part(folder: Path, name: str, make: Callable[[Path], None], say: Say) 
         return
     if partial.is_dir():
         shutil.rmtree(partial)
-    with _quiet():
+    with quiet_transformers():
         make(partial)
     os.replace(partial, target)
     say(f"{target}: made")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar for every file of a few megabytes, and no guess of DeepSpeed's about GPUs."""
+def quiet_transformers() -> Iterator[None]:
+    """No progress bar for every small file, and no guess of DeepSpeed's about GPUs."""
     import torch
     from transformers.utils import logging
 

@@ -19,9 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rock_opd.demo import write_jsonl
+from rock_opd.demo import quiet_transformers, write_jsonl
 from rock_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -448,23 +446,6 @@ def _make_models(folder: Path, language: Language, seed: int) -> None:
         fit(model, language, rng, num_steps=num_steps, secret=name == "teacher", rule=rule)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bar for every file of a few kilobytes, no guess of DeepSpeed's about GPUs."""
-    import torch
-    from transformers.utils import logging
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when transformers imports DeepSpeed
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _prompt_rows(language: Language, words: np.ndarray) -> Iterator[dict[str, Any]]:

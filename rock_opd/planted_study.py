@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from rock_opd.planted import Pair, Setting, divergence_floor, make_pair, quiet_transformers
+from rock_opd.demo import quiet_transformers
+from rock_opd.planted import Pair, Setting, divergence_floor, make_pair
 from rock_opd.runlog import to_json, write_atomic
 from rock_opd.tables import Columns, Report, Say, Track, write_table
 
