@@ -80,6 +80,31 @@ def role_problems(recipe: Recipe, role: str, facts: ModelFacts) -> list[str]:
     return found
 
 
+def role_facts(recipe: Recipe, role: str) -> ModelFacts:
+    """What the files of the ``student`` or ``teacher`` say; a remote teacher's weights are not
+    looked for.
+
+    Raises:
+        ModelError: files that are missing or cut short.
+    """
+    if role == "student":
+        return model_facts(recipe.student.model)
+    return model_facts(recipe.teacher.model, has_weights=not recipe.teacher.remote)
+
+
+def require_models(recipe: Recipe) -> None:
+    """Looks at student and teacher, where they are folders, before an engine starts.
+
+    Raises:
+        ModelError: one that is not whole, or cannot serve its role; the first problem found.
+    """
+    for role, model in (("student", recipe.student.model), ("teacher", recipe.teacher.model)):
+        if not Path(model).is_dir():
+            continue
+        if problems := role_problems(recipe, role, role_facts(recipe, role)):
+            raise ModelError(problems[0])
+
+
 def load_inputs(recipe: Recipe) -> Inputs:
     """Reads and checks everything that needs no engine.
 
@@ -95,12 +120,7 @@ def load_inputs(recipe: Recipe) -> Inputs:
     ):
         if asked is not None and importlib.util.find_spec(module) is None:
             raise ConfigError(f"{key} needs {module}: pip install 'rock-opd[{module}]'")
-    for role, model in (("student", recipe.student.model), ("teacher", recipe.teacher.model)):
-        if Path(model).is_dir():
-            remote = role == "teacher" and recipe.teacher.engine == "http"
-            facts = model_facts(model, has_weights=not remote)  # refuses those cut short
-            if problems := role_problems(recipe, role, facts):
-                raise ModelError(problems[0])
+    require_models(recipe)
     tokenizer = load_tokenizer(recipe.student.model)
     width = num_real_ids(recipe.student.model, recipe.teacher.model)
     limit = recipe.rollout.max_prompt_tokens

@@ -22,11 +22,10 @@ from rock_opd.footprint import (
     report_wire,
     short_count,
 )
-from rock_opd.inputs import longest_tokens, role_problems
+from rock_opd.inputs import longest_tokens, role_facts, role_problems
 from rock_opd.models import (
     ModelFacts,
     load_tokenizer,
-    model_facts,
     num_real_ids,
     stop_token_ids,
     tokenizer_fingerprint,
@@ -186,9 +185,8 @@ def _check_models(report: CheckReport, recipe: Recipe) -> dict[str, ModelFacts]:
     """The facts of each model that can be read."""
     found: dict[str, ModelFacts] = {}
     for role, model in (("student", recipe.student.model), ("teacher", recipe.teacher.model)):
-        remote = role == "teacher" and recipe.teacher.engine == "http"
         try:
-            facts = model_facts(model, has_weights=not remote)
+            facts = role_facts(recipe, role)
         except RockOPDError as error:
             report.add("fail", f"{role}: {error}")
             continue

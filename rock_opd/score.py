@@ -27,10 +27,10 @@ from rock_opd.core.metrics import gap_metrics
 from rock_opd.data import given_rollouts, load_prompts
 from rock_opd.errors import ConfigError, DataError, NumericsError
 from rock_opd.generate import claim_output
+from rock_opd.inputs import require_models
 from rock_opd.measure import Measured, measure
 from rock_opd.models import (
     load_tokenizer,
-    model_facts,
     num_real_ids,
     stop_token_ids,
     tokenizer_fingerprint,
@@ -98,12 +98,17 @@ class Engines(Protocol):
 def ray_engines(
     recipe: Recipe, *, samples: bool, num_real_ids: int, address: str | None, say: Say
 ) -> Iterator[Any]:
-    """The roles as Ray actors; the student without optimizer, rollout workers only if needed."""
+    """The roles as Ray actors; the student without optimizer, rollout workers only if needed.
+
+    Raises:
+        ModelError: as ``require_models``; the recipe has its final lengths here.
+    """
     import ray
 
     from rock_opd.actors.groups import start_roles
     from rock_opd.driver import connect
 
+    require_models(recipe)
     connect(address)
     try:
         roles = start_roles(
@@ -146,14 +151,13 @@ def score(
     Raises:
         ConfigError: ``output`` exists, or the parts were made with other settings.
         DataError: prompts that cannot be used, responses of another tokenizer, all responses empty.
+        ModelError: a model that is not whole or cannot serve its role, as for a run.
         NumericsError: numbers that are not finite, or a sampler that is not the student.
     """
     claim_output(output)
     started = time.monotonic()
     models = (recipe.student.model, recipe.teacher.model)
-    for model in models:
-        if Path(model).is_dir():
-            model_facts(model)  # refuses weights that are missing or cut short
+    require_models(recipe)
     tokenizer, width = load_tokenizer(recipe.student.model), num_real_ids(*models)
     fingerprint = tokenizer_fingerprint(tokenizer)
     if reuse is None:

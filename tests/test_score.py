@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from rock_opd.config import Recipe
-from rock_opd.errors import ConfigError, DataError, NumericsError
+from rock_opd.errors import ConfigError, DataError, ModelError, NumericsError
+from rock_opd.inputs import load_inputs
 from rock_opd.models import load_tokenizer, tokenizer_fingerprint
 from rock_opd.occurrences import Occurrences, OccurrenceWriter, build_registry, read, read_info
 from rock_opd.recipe_file import build_recipe
@@ -290,6 +291,39 @@ def test_nothing_is_written_over(bench):
         bench.score(output=other)
 
 
+@pytest.mark.parametrize(
+    "name, config, said",
+    [
+        ("student", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0"),
+        ("student", {"quantization_config": {"quant_method": "gptq"}}, "is quantised"),
+        ("teacher", {"max_position_embeddings": 64}, "reads at most 64 tokens"),
+    ],
+)
+def test_models_that_a_run_refuses_are_refused_before_an_engine_starts(
+    bench, tmp_path, name, config, said
+):
+    copy = shutil.copytree(bench.models / name, tmp_path / name)
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    engines = Engines()
+    with pytest.raises(ModelError, match=said):
+        bench.score(f"{name}.model={copy}", engines=engines)
+    with pytest.raises(ModelError, match=said):
+        load_inputs(bench.recipe(f"{name}.model={copy}"))
+    assert engines.started == []
+
+
+def test_a_teacher_on_servers_needs_no_weights_here(bench, tmp_path):
+    teacher = shutil.copytree(bench.models / "teacher", tmp_path / "teacher")
+    (teacher / "model.safetensors").unlink()
+    named = f"teacher.model={teacher}"
+    with pytest.raises(ModelError, match="teacher"):
+        bench.score(named)
+    remote = ("teacher.engine=http", "teacher.urls=[http://127.0.0.1:9]")
+    bench.score(named, *remote, "teacher.payload=topk_tail")
+    assert bench.output.exists()
+
+
 def test_a_sampler_that_is_not_the_student_stops_it(bench):
     with pytest.raises(NumericsError, match=r"differ by 2 nats.*max_logprob_gap=0.5"):
         bench.score(engines=Engines(student=2.0))
@@ -431,7 +465,7 @@ def test_memory_does_not_grow_with_the_number_of_lots(bench):
     def peak(num_lots: int) -> int:
         bench.prompts(3 * num_lots)
         tracemalloc.start()
-        bench.score("rollout.max_new_tokens=2000", output=bench.folder / f"{num_lots}.parquet")
+        bench.score("rollout.max_new_tokens=1900", output=bench.folder / f"{num_lots}.parquet")
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return found
