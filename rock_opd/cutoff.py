@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rock_opd.config import PolicyConfig
-from rock_opd.core.analysis import PromptStats, Stability, coverage, recommend_k, stability
+from rock_opd.core.cutoff import PromptStats, Stability, coverage, recommend_k, stability
 from rock_opd.core.registry import TokenStats
 from rock_opd.core.selection import select_types, type_score
 from rock_opd.errors import ConfigError, DataError

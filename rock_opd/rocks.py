@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from rock_opd.config import SCORES, PolicyConfig, ProbeConfig
-from rock_opd.core.analysis import LossHistogram, coverage, output_shares
+from rock_opd.core.analysis import LossHistogram, output_shares
 from rock_opd.core.context import ContextStats, Positions, context_consistency
+from rock_opd.core.cutoff import coverage
 from rock_opd.core.families import FAMILIES, family
 from rock_opd.core.policies import control_rng
 from rock_opd.core.registry import Registry
