@@ -55,7 +55,7 @@ from rock_opd.faultlog import FaultLog, Restart
 from rock_opd.inputs import Inputs
 from rock_opd.keeper import Keeper
 from rock_opd.measure import Measured, deal_rollouts, measure
-from rock_opd.probe import context_facts, reservoir_rng, window_encoder
+from rock_opd.probe import context_facts, reservoir_rng
 from rock_opd.progress import Progress, StepLine
 from rock_opd.runlog import OccurrenceLog, type_rows
 from rock_opd.sampling import sample_answers, sample_requests
@@ -125,13 +125,6 @@ class Coordinator:
             window_threshold=policy.window_threshold,
             seed=recipe.run.seed,
         )
-        if recipe.uses_probe:
-            self._encoder = window_encoder(
-                recipe.probe,
-                teacher=recipe.teacher.model,
-                num_real_ids=inputs.num_real_ids,
-                seed=recipe.run.seed,
-            )
         if recipe.log.occurrences:
             self._occurrences = OccurrenceLog(recipe, inputs.tokenizer, inputs.num_real_ids)
         self._faults = FaultLog(restarts, progress)
@@ -309,7 +302,7 @@ class Coordinator:
             stats = probe.context(
                 measure(self.roles, self.recipe, probe.rollouts),
                 cfg,
-                self._encoder,
+                self.inputs.encoder,
                 num_types=self.inputs.num_real_ids,
                 rng=reservoir_rng(self.recipe.run.seed, step),
             )

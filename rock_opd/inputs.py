@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from rock_opd.config import Recipe
+from rock_opd.core.context import WindowEncoder
+from rock_opd.core.policies import unguarded
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
 from rock_opd.errors import ConfigError, ModelError
 from rock_opd.models import (
@@ -19,6 +21,7 @@ from rock_opd.models import (
     num_real_ids,
     tokenizer_fingerprint,
 )
+from rock_opd.probe import window_encoder
 from rock_opd.rocklist import read_ids
 from rock_opd.types import Prompt
 from rock_opd.vocabulary import Vocabulary, guarded_ids
@@ -39,6 +42,8 @@ class Inputs:
     guard_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32, ascending: types that are never frozen (``policy.guard_special`` and
     ``guard_file``)."""
+    encoder: WindowEncoder | None = None
+    """What turns contexts into vectors, where the run keeps a probe set."""
     notices: tuple[str, ...] = ()
     """What the person should know before the run starts."""
 
@@ -105,6 +110,35 @@ def require_models(recipe: Recipe) -> None:
             raise ModelError(problems[0])
 
 
+def guarded_notices(frozen_list: np.ndarray, guard_ids: np.ndarray) -> list[str]:
+    """Told of a list to freeze that is guarded in part.
+
+    Raises:
+        DataError: it is guarded whole.
+    """
+    num_guarded = len(frozen_list) - len(unguarded(frozen_list, guard_ids))
+    if not num_guarded:
+        return []
+    return [
+        f"policy.ids_file: {num_guarded} of its {len(frozen_list)} types are guarded (see "
+        "policy.guard_file and policy.guard_special) and will train"
+    ]
+
+
+def context_encoder(recipe: Recipe, *, num_real_ids: int) -> WindowEncoder:
+    """The encoder of the recipe's probe set.
+
+    Raises:
+        ModelError: the teacher's embedding cannot be read.
+    """
+    return window_encoder(
+        recipe.probe,
+        teacher=recipe.teacher.model,
+        num_real_ids=num_real_ids,
+        seed=recipe.run.seed,
+    )
+
+
 def load_inputs(recipe: Recipe) -> Inputs:
     """Reads and checks everything that needs no engine.
 
@@ -152,6 +186,7 @@ def load_inputs(recipe: Recipe) -> Inputs:
             recipe.policy.ids_file, num_types=width, tokenizer=vocabulary.fingerprint
         )
         notices += [f"policy.ids_file: {notice}"] if notice else []
+        notices += guarded_notices(frozen_list, guard_ids)
     return Inputs(
         prompts=prompts,
         heldout=heldout,
@@ -160,5 +195,6 @@ def load_inputs(recipe: Recipe) -> Inputs:
         num_real_ids=width,
         frozen_list=frozen_list,
         guard_ids=guard_ids,
+        encoder=context_encoder(recipe, num_real_ids=width) if recipe.uses_probe else None,
         notices=tuple(notices),
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
 from rock_opd.errors import RockOPDError
@@ -22,7 +24,13 @@ from rock_opd.footprint import (
     report_wire,
     short_count,
 )
-from rock_opd.inputs import longest_tokens, role_facts, role_problems
+from rock_opd.inputs import (
+    context_encoder,
+    guarded_notices,
+    longest_tokens,
+    role_facts,
+    role_problems,
+)
 from rock_opd.models import (
     ModelFacts,
     load_tokenizer,
@@ -33,6 +41,7 @@ from rock_opd.models import (
 )
 from rock_opd.prompt_rows import Messages, render_chat
 from rock_opd.rocklist import read_ids
+from rock_opd.vocabulary import Vocabulary, guarded_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -236,18 +245,47 @@ def _check_vocabulary(report: CheckReport, recipe: Recipe, facts: dict[str, Mode
             "teacher.payload=hidden for the full vocabulary",
         )
     _check_special_tokens(report, recipe)
-    for ids_file in (recipe.policy.ids_file, recipe.policy.guard_file):
-        if ids_file is None:
-            continue
+    _check_lists(report, recipe, width)
+    if recipe.uses_probe:
+        _check_encoder(report, recipe, width)
+
+
+def _check_lists(report: CheckReport, recipe: Recipe, width: int) -> None:
+    """Lists of token ids: what each names, and whether the guard leaves anything to freeze."""
+    policy, tokenizer = recipe.policy, load_tokenizer(recipe.student.model)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    lists: dict[str, np.ndarray] = {}
+    for ids_file in filter(None, (policy.ids_file, policy.guard_file)):
         try:
-            fingerprint = tokenizer_fingerprint(load_tokenizer(student))
             ids, notice = read_ids(ids_file, num_types=width, tokenizer=fingerprint)
         except RockOPDError as error:
             report.add("fail", str(error))
-        else:
-            report.add("ok", f"{ids_file}: {len(ids)} token types, all within the vocabulary")
-            if notice:
-                report.add("warn", notice)
+            continue
+        lists[ids_file] = ids
+        report.add("ok", f"{ids_file}: {len(ids)} token types, all within the vocabulary")
+        if notice:
+            report.add("warn", notice)
+    if policy.ids_file not in lists or (policy.guard_file and policy.guard_file not in lists):
+        return
+    vocabulary = Vocabulary(
+        model=recipe.student.model, num_types=width, fingerprint=fingerprint, tokenizer=tokenizer
+    )
+    try:
+        guard_ids = guarded_ids(policy, vocabulary, say=lambda notice: None)  # said above
+        for notice in guarded_notices(lists[policy.ids_file], guard_ids):
+            report.add("warn", notice)
+    except RockOPDError as error:
+        report.add("fail", str(error))
+
+
+def _check_encoder(report: CheckReport, recipe: Recipe, width: int) -> None:
+    try:
+        context_encoder(recipe, num_real_ids=width)
+    except RockOPDError as error:
+        report.add("fail", str(error))
+        return
+    if recipe.probe.encoder == "embedding":
+        report.add("ok", f"contexts are read through the input embedding of {recipe.teacher.model}")
 
 
 def _check_special_tokens(report: CheckReport, recipe: Recipe) -> None:

@@ -20,6 +20,7 @@ from rock_opd.core.context import (
     WindowEncoder,
     context_consistency,
 )
+from rock_opd.errors import ModelError
 from rock_opd.measure import Measured
 from rock_opd.types import Rollout
 
@@ -48,7 +49,13 @@ def window_encoder(
         return HashedNgrams(window=cfg.window, dim=cfg.dim)
     from rock_opd.engines.embedding import projected_embedding
 
-    table = projected_embedding(teacher, num_real_ids=num_real_ids, dim=cfg.dim, seed=seed)
+    try:
+        table = projected_embedding(teacher, num_real_ids=num_real_ids, dim=cfg.dim, seed=seed)
+    except ModelError as error:
+        way = "" if "probe.encoder" in str(error) else "; probe.encoder=ngram needs no model"
+        raise ModelError(
+            f"contexts are read through the teacher's input embedding: {error}{way}"
+        ) from None
     return MeanEmbedding(table, window=cfg.window)
 
 

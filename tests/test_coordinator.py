@@ -20,7 +20,7 @@ from rock_opd.data import PromptSet
 from rock_opd.driver import shared_memory_lines
 from rock_opd.durable import file_facts, storing
 from rock_opd.errors import DataError, NumericsError, StorageError
-from rock_opd.inputs import Inputs
+from rock_opd.inputs import Inputs, context_encoder
 from rock_opd.occurrences import build_registry, read_info
 from rock_opd.progress import Progress
 from rock_opd.recipe_file import build_recipe
@@ -208,6 +208,7 @@ def coordinator(
             num_real_ids=VOCAB,
             frozen_list=None if frozen is None else np.array(frozen, np.int32),
             guard_ids=np.array(guarded, np.int32),
+            encoder=context_encoder(recipe, num_real_ids=VOCAB) if recipe.uses_probe else None,
         ),
         roles,
         num_steps=recipe.run.num_steps,

@@ -278,24 +278,24 @@ def test_models_the_loss_cannot_serve_fail(recipe, tiny_models, tmp_path):
 def test_memory_follows_from_the_numbers(recipe):
     # 164,288 parameters: float32 weights and gradients, 12 bytes of ZeRO's copies and moments.
     text = "\n".join(check(recipe("student.zero_stage=1"), static=False).lines)
-    assert "weights 657 KB, gradients 657 KB, optimizer 1.97 MB" in text
+    assert "weights 657.2 kB, gradients 657.2 kB, optimizer 2.0 MB" in text
     two = "\n".join(
         check(recipe("student.zero_stage=3", "student.num_ranks=2"), static=False).lines
     )
-    assert "weights 329 KB, gradients 329 KB, optimizer 986 KB" in two
+    assert "weights 328.6 kB, gradients 328.6 kB, optimizer 985.7 kB" in two
     # KV: 2 x 2 layers x 2 heads x 32 x 4 bytes = 1 KiB a token, 64 sequences; problems are the
     # longest answers (512 tokens), and the teacher never sees those.
-    assert f"all sequences at full length: {64 * (64 + 512) * 1024 / 1e6:.3g} MB" in text
-    assert f"all sequences at full length: {64 * (64 + 32 + 1) * 1024 / 1e6:.3g} MB" in text
+    assert f"all sequences at full length: {64 * (64 + 512) * 1024 / 1e6:.1f} MB" in text
+    assert f"all sequences at full length: {64 * (64 + 32 + 1) * 1024 / 1e6:.1f} MB" in text
 
 
 def test_bytes_on_the_wire_follow_from_the_numbers(recipe):
     # 8 prompts x 2 samples x 32 tokens = 512 positions; rows of 64 float32, tables of 64 entries.
     text = "\n".join(check(recipe(), static=False).lines)
     assert "512 positions" in text
-    assert "hidden 131 KB (this recipe), topk_tail 266 KB, sampled 6.14 KB" in text
+    assert "hidden 131.1 kB (this recipe), topk_tail 266.2 kB, sampled 6.1 kB" in text
     text = "\n".join(check(recipe("teacher.wire_dtype=bfloat16"), static=False).lines)
-    assert "hidden 65.5 KB (this recipe)" in text
+    assert "hidden 65.5 kB (this recipe)" in text
 
 
 def test_a_teacher_that_cannot_park_a_step_is_told(recipe):
@@ -406,3 +406,29 @@ def test_lists_of_ids_are_read_and_one_that_names_no_tokenizer_is_said(recipe, t
     assert any(f"{frozen}: 2 token types" in text for text in of_level(report, "ok"))
     assert any("rock.meta.json" in text for text in of_level(report, "warn"))
     assert any("made with tokenizer another" in text for text in of_level(report, "fail"))
+
+
+def test_a_list_to_freeze_that_is_guarded_whole_fails_and_in_part_is_a_warning(recipe, tmp_path):
+    frozen, guard = tmp_path / "rock.json", tmp_path / "pillars.json"
+    frozen.write_text("[300, 301]")
+    guard.write_text("[300, 301, 302]")
+    named = ("policy.name=list", f"policy.ids_file={frozen}", f"policy.guard_file={guard}")
+    (fail,) = of_level(check(recipe(*named), static=False), "fail")
+    assert "every one of its 2 ids is guarded" in fail
+    guard.write_text("[301]")
+    report = check(recipe(*named), static=False)
+    assert not report.failed
+    assert any("1 of its 2 types are guarded" in text for text in of_level(report, "warn"))
+
+
+def test_a_teacher_whose_embedding_cannot_be_read_fails_where_contexts_need_it(
+    recipe, tiny_models, tmp_path
+):
+    teacher = shutil.copytree(tiny_models / "teacher", tmp_path / "t")
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["model.embed_tokens.weight"][5] = float("nan")
+    save_file(tensors, teacher / "model.safetensors")
+    named = (f"teacher.model={teacher}", "policy.name=rock_freeze", "policy.score=rock_ctx")
+    (fail,) = of_level(check(recipe(*named), static=False), "fail")
+    assert "probe.encoder=ngram" in fail and "not finite" in fail
+    assert not check(recipe(*named, "probe.encoder=ngram"), static=False).failed

@@ -13,7 +13,7 @@ uninterrupted one would have drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
@@ -206,6 +206,21 @@ class TypePolicy:
         self.mask = FreezeMask(**state)
 
 
+def unguarded(ids: Sequence[int] | np.ndarray, never: np.ndarray) -> np.ndarray:
+    """int, ascending: the ids of a list to freeze that are not guarded.
+
+    Raises:
+        DataError: a list that is guarded whole.
+    """
+    kept = np.setdiff1d(ids, never)
+    if len(ids) and not len(kept):
+        raise DataError(
+            f"frozen list: every one of its {len(ids)} ids is guarded, so nothing would be "
+            "frozen; see policy.guard_file and policy.guard_special"
+        )
+    return kept
+
+
 class FreezeList(TypePolicy):
     """Freezes a given list, less the guarded types, from the first step on (mask version 1)."""
 
@@ -224,13 +239,7 @@ class FreezeList(TypePolicy):
                 f"frozen list: ids {ids.min()} to {ids.max()} reach beyond the "
                 f"{registry.num_types} types of this vocabulary"
             )
-        kept = np.setdiff1d(ids, self.never)
-        if len(ids) and not len(kept):
-            raise DataError(
-                f"frozen list: every one of its {len(ids)} ids is guarded, so nothing would be "
-                "frozen; see policy.guard_file and policy.guard_special"
-            )
-        return self._next_mask(step, kept)
+        return self._next_mask(step, unguarded(ids, self.never))
 
 
 class RockFreeze(TypePolicy):
