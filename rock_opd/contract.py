@@ -4,7 +4,8 @@ take for granted.
 The student answers a few prompts; the teacher scores the answers, again in another order and other
 batches, and on every replica; the student measures them. What must agree is compared, and the
 smallest difference that means something (the noise floor) stands beside the divergence that is to
-be learned from. Nothing is trained. What the backward pass takes in memory is not tried.
+be learned from. At the very end one update is made on micro-batches as full as the recipe allows,
+to see that memory holds; the engines are thrown away after it, and no file is written.
 
 Shape letters: ``N`` sampled tokens of all answers, laid flat.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,11 @@ from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.core.batching import Deal, MicroBatch
 from rock_opd.core.metrics import gap_metrics
 from rock_opd.data import given_rollouts
+from rock_opd.durable import in_bytes
 from rock_opd.errors import RockOPDError
 from rock_opd.findings import CheckReport, Level
 from rock_opd.inputs import Inputs, load_inputs
-from rock_opd.measure import Measured, measure
+from rock_opd.measure import Measured, measure, score_all
 from rock_opd.models import stop_token_ids
 from rock_opd.sampling import sample_requests
 from rock_opd.score import Engines, ray_engines
@@ -49,7 +52,7 @@ def check_live(
     *,
     address: str | None,
     say: Callable[[str], None],
-    engines: Engines = ray_engines,
+    engines: Engines = partial(ray_engines, num_updates=1),
 ) -> None:
     """Adds what running engines tell; raises nothing of our own.
 
@@ -87,12 +90,14 @@ class _Trial:
         self._device = getattr(roles, "device", "cpu")
         self._answers: list[Rollout] = []
         self._measured: Measured | None = None
+        self._longest: Rollout | None = None
         self.steps: dict[str, Callable[[], None]] = {
             "answering a few prompts": self._answer,
             "measuring the answers": self._measure,
             "comparing sampler and student": self._compare_sampler,
             "scoring the answers again": self._score_again,
             "trying the longest sequence": self._try_longest,
+            "trying an update on full micro-batches": self._try_update,
         }
 
     def _answer(self) -> None:
@@ -335,15 +340,42 @@ class _Trial:
             else None,
         )
         measured = measure(self._roles, recipe, [sequence])
+        sequence.logprobs[sequence.positions] = measured.logprobs  # as if it had been sampled
+        self._longest = sequence
         finite = bool(np.isfinite(measured.kl).all())
         self._report.add(
             "ok" if finite else "fail",
             f"longest sequence: {len(ids)} tokens go through "
             + ("rollout engine, " if self._roles.rollouts is not None else "")
             + f"teacher ({len(ids) + prefix} there) and student"
-            + (" (forward; training adds what the memory estimate says)" if finite else "")
             + ("" if finite else ", but not all of its divergences are finite; see the dtypes"),
             longest_tokens=len(ids),
+        )
+
+    def _try_update(self) -> None:
+        """As much memory as training ever takes: forward, backward and optimizer, each rank's
+        micro-batch filled with copies of the longest sequence."""
+        assert self._longest is not None
+        recipe, sequence = self._recipe, self._longest
+        students = self._roles.students
+        length = len(sequence.token_ids)
+        each = max(1, recipe.student.micro_batch_tokens // length)
+        copies = [replace(sequence, sample_idx=i) for i in range(each * recipe.student.num_ranks)]
+        signals, batches = score_all(self._roles, recipe, copies)
+        self._roles.turn("student")
+        students.train_step(batches, total_weight=float(signals.num_tokens), mask_version=0)
+        self._roles.teachers.clear()
+        memory = students.peak_memory()
+        on_host, on_device = (max(m) for m in zip(*memory, strict=True))
+        self._report.add(
+            "ok",
+            f"an update on full micro-batches ({each} x {length} tokens a rank) goes through; a "
+            f"student rank took at most {in_bytes(on_host)} of host memory"
+            + (f" and {in_bytes(on_device)} of its GPU" if on_device else "")
+            + " since it started",
+            update_tokens=each * length,
+            peak_host_bytes=on_host,
+            peak_device_bytes=on_device,
         )
 
 

@@ -24,7 +24,7 @@ from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
-from rock_opd.durable import size
+from rock_opd.durable import in_bytes
 from rock_opd.errors import ConfigError, PlacementError
 from rock_opd.faultlog import Restart
 from rock_opd.inputs import Inputs, load_inputs
@@ -67,8 +67,8 @@ def shared_memory_lines(folder: Path = SHARED_MEMORY) -> list[str]:
     if disk.free >= LITTLE_SHARED_MEMORY:
         return []
     return [
-        f"{folder} has {size(disk.free)} free of {size(disk.total)}, less than "
-        f"{size(LITTLE_SHARED_MEMORY)}: Ray keeps what travels between roles in /tmp instead, "
+        f"{folder} has {in_bytes(disk.free)} free of {in_bytes(disk.total)}, less than "
+        f"{in_bytes(LITTLE_SHARED_MEMORY)}: Ray keeps what travels between roles in /tmp instead, "
         "slower; a container gets more by --shm-size"
     ]
 

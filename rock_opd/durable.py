@@ -127,7 +127,7 @@ def storing(what: str, path: Path, *, needed: int | None = None) -> Iterator[Non
 
 def _line(what: str, path: Path, why: str, needed: int | None) -> str:
     sizes = [
-        f"{size(num)} {word}"
+        f"{in_bytes(num)} {word}"
         for num, word in ((needed, "needed"), (free_bytes(path), "free"))
         if num is not None
     ]
@@ -136,7 +136,7 @@ def _line(what: str, path: Path, why: str, needed: int | None) -> str:
     )
 
 
-def size(num_bytes: int) -> str:
+def in_bytes(num_bytes: int) -> str:
     """For people."""
     value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
     while value >= 1000 and len(units) > 1:

@@ -4,6 +4,7 @@ numbers, and they say so."""
 from __future__ import annotations
 
 from rock_opd.config import Recipe, resolve_dtype
+from rock_opd.durable import in_bytes
 from rock_opd.engines.vllm_quirks import CPU_KV_CACHE_BYTES
 from rock_opd.findings import CheckReport
 from rock_opd.inputs import longest_tokens
@@ -82,7 +83,7 @@ def report_wire(report: CheckReport, recipe: Recipe, teacher: ModelFacts | None)
     parts = []
     for kind, size in per_position.items():
         chosen = " (this recipe)" if kind == recipe.teacher.payload else ""
-        amount = "2 or 4 bytes x teacher width" if size is None else _size(num * size)
+        amount = "2 or 4 bytes x teacher width" if size is None else in_bytes(num * size)
         parts.append(f"{kind} {amount}{chosen}")
     report.add(
         "info",
@@ -126,7 +127,7 @@ def report_memory(
             report.add(
                 "fail",
                 f"{role}.kv_cache_bytes={cache} is less than one sequence of {tokens} tokens takes "
-                f"({_size(one // cfg.tensor_parallel)}); raise it, or shorten the sequences",
+                f"({in_bytes(one // cfg.tensor_parallel)}); raise it, or shorten the sequences",
             )
     park = _positions(recipe) * teacher.hidden_size * _wire_bytes(recipe)
     park //= recipe.teacher.num_replicas
@@ -134,8 +135,8 @@ def report_memory(
     if parks and park > recipe.teacher.park_bytes:
         report.add(
             "warn",
-            f"a full step parks up to {_size(park)} in each teacher, teacher.park_bytes holds "
-            f"{_size(recipe.teacher.park_bytes)}: what does not fit is prefilled twice",
+            f"a full step parks up to {in_bytes(park)} in each teacher, teacher.park_bytes holds "
+            f"{in_bytes(recipe.teacher.park_bytes)}: what does not fit is prefilled twice",
         )
 
 
@@ -161,11 +162,11 @@ def _student_memory(recipe: Recipe, student: ModelFacts, teacher: ModelFacts, de
     host = states if cfg.offload_optimizer else 0
     on_device += states - host
     parts = (
-        f"weights {_size(weights)}, gradients {_size(grads)}, optimizer {_size(states)}"
-        f"{' on the host' if host else ''}, logits {_size(logits)}, teacher head {_size(head)}, "
-        f"activations {_size(activations)}"
+        f"weights {in_bytes(weights)}, gradients {in_bytes(grads)}, optimizer {in_bytes(states)}"
+        f"{' on the host' if host else ''}, logits {in_bytes(logits)}, "
+        f"teacher head {in_bytes(head)}, activations {in_bytes(activations)}"
     )
-    return f"{_size(on_device)} ({parts}; ZeRO {stage}, {ranks} ranks, {dtype})"
+    return f"{in_bytes(on_device)} ({parts}; ZeRO {stage}, {ranks} ranks, {dtype})"
 
 
 def _rollout_memory(recipe: Recipe, student: ModelFacts, device: str) -> str:
@@ -185,24 +186,18 @@ def _teacher_memory(recipe: Recipe, teacher: ModelFacts, device: str) -> str:
     full = cfg.max_num_seqs * tokens * teacher.kv_bytes_per_token(size) // cfg.tensor_parallel
     engine = _engine_memory(weights, full, cfg.kv_cache_bytes, device)
     park = _positions(recipe) * teacher.hidden_size * _wire_bytes(recipe) // cfg.num_replicas
-    parked = "" if cfg.payload == "sampled" else f"; parked rows on the host up to {_size(park)}"
-    return f"{engine}, head {_size(head)}{parked}"
+    parked = "" if cfg.payload == "sampled" else f"; parked rows on the host up to {in_bytes(park)}"
+    return f"{engine}, head {in_bytes(head)}{parked}"
 
 
 def _engine_memory(weights: int, full_cache: int, cache: int | None, device: str) -> str:
     held = cache or (CPU_KV_CACHE_BYTES if device == "cpu" else None)
-    kept = "what gpu_memory_utilization leaves" if held is None else _size(held)
+    kept = "what gpu_memory_utilization leaves" if held is None else in_bytes(held)
     return (
-        f"weights {_size(weights)} a GPU, " if device == "cuda" else f"weights {_size(weights)}, "
-    ) + f"KV cache {kept} (all sequences at full length: {_size(full_cache)})"
-
-
-def _size(num: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if num < 1000:
-            return f"{num:.3g} {unit}"
-        num /= 1000
-    return f"{num:.3g} TB"
+        f"weights {in_bytes(weights)} a GPU, "
+        if device == "cuda"
+        else f"weights {in_bytes(weights)}, "
+    ) + f"KV cache {kept} (all sequences at full length: {in_bytes(full_cache)})"
 
 
 def short_count(num: float) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rock_opd.config import Recipe
 from rock_opd.core.batching import Deal, build_batches, deal, flatten, scatter
-from rock_opd.types import Rollout, StepSignals, TokenWeights
+from rock_opd.types import Rollout, StepSignals, TokenWeights, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,18 @@ def deal_rollouts(recipe: Recipe, rollouts: list[Rollout]) -> Deal:
     )
 
 
+def score_all(
+    roles: Any, recipe: Recipe, rollouts: list[Rollout]
+) -> tuple[StepSignals, list[list[TrainBatch]]]:
+    """The teacher's scores, and batches by student rank in which every sampled position trains.
+    The teachers keep the rows until they are cleared."""
+    lots = deal_rollouts(recipe, rollouts)
+    roles.turn("teacher")
+    signals = flatten(rollouts, roles.teachers.score(lots, rollouts))
+    ones = np.ones(signals.num_tokens, np.float32)
+    return signals, build_batches(lots, rollouts, TokenWeights(weight=ones, measure=ones))
+
+
 def measure(
     roles: Any, recipe: Recipe, rollouts: list[Rollout], *, entropy: bool = False
 ) -> Measured:
@@ -45,11 +57,7 @@ def measure(
         roles: ``actors.groups.Roles``, or what stands in for it.
         entropy: also return the student's entropy.
     """
-    lots = deal_rollouts(recipe, rollouts)
-    roles.turn("teacher")
-    signals = flatten(rollouts, roles.teachers.score(lots, rollouts))
-    ones = np.ones(signals.num_tokens, np.float32)
-    batches = build_batches(lots, rollouts, TokenWeights(weight=ones, measure=ones))
+    signals, batches = score_all(roles, recipe, rollouts)
     roles.turn("student")
     results = roles.students.measure(batches, entropy=entropy)
     roles.teachers.clear()

@@ -96,9 +96,18 @@ class Engines(Protocol):
 
 @contextmanager
 def ray_engines(
-    recipe: Recipe, *, samples: bool, num_real_ids: int, address: str | None, say: Say
+    recipe: Recipe,
+    *,
+    samples: bool,
+    num_real_ids: int,
+    address: str | None,
+    say: Say,
+    num_updates: int = 0,
 ) -> Iterator[Any]:
-    """The roles as Ray actors; the student without optimizer, rollout workers only if needed.
+    """The roles as Ray actors, rollout workers only if needed.
+
+    Args:
+        num_updates: of the student; 0: it has no optimizer.
 
     Raises:
         ModelError: as ``require_models``; the recipe has its final lengths here.
@@ -113,7 +122,7 @@ def ray_engines(
     try:
         roles = start_roles(
             recipe,
-            num_updates=0,
+            num_updates=num_updates,
             num_real_ids=num_real_ids,
             stop_token_ids=stop_token_ids(recipe.student.model) if samples else (),
             say=say,

@@ -43,12 +43,16 @@ class Roles:
         nan_at: int | None = None,
         teacher_limit: int = 10_000,
         no_rollouts: bool = False,
+        student_limit: int = 10_000,
     ) -> None:
         self.teachers = self.students = self
         self.rollouts = None if no_rollouts else self
         self._gap, self._kl, self._nan_at = gap, kl, nan_at
         self._order_noise, self._replica_offset = order_noise, replica_offset
         self._stops, self._claims, self._teacher_limit = stops, claims, teacher_limit
+        self._student_limit = student_limit
+        self.trained: list[int] = []
+        """Tokens of each rank's micro-batch in the one update."""
         self.scored: list[list[str]] = []
         """Keys of each request to the teacher."""
         self.asked: list[tuple[int, int]] = []
@@ -102,6 +106,16 @@ class Roles:
             )
             for i, r in enumerate(rollouts)
         ]
+
+    def train_step(self, batches, *, total_weight, mask_version):
+        self.trained = [sum(len(b.token_ids) for b in part) for part in batches]
+        assert total_weight == sum(b.weight.sum() for part in batches for b in part)
+        if max(self.trained) > self._student_limit:
+            raise RoleError("student rank 0 (10.0.0.1, pid 7): CUDA out of memory")
+        return self.measure(batches, entropy=False)
+
+    def peak_memory(self):
+        return [(3_000_000_000, 0), (2_000_000_000, 41_000_000_000)]
 
     def measure(self, batches, *, entropy):
         results = []
@@ -178,10 +192,11 @@ def test_a_sound_pair_passes_and_every_number_is_told(recipe):
     assert (told["noise_mean"], told["noise_kl"]) == (0.0, 0.0)
     assert told["signal_kl"] == pytest.approx(0.5)
     assert told["longest_tokens"] == PROMPT_TOKENS + ANSWER_TOKENS
-    # All at once; then backwards, a third at a time; at the end the longest sequence.
-    whole, *parts, last = roles.scored[1:]
+    # All at once; then backwards, a third at a time; the longest sequence; as many as fill a batch.
+    whole, *parts, last, full = roles.scored[1:]
     assert len(whole) == NUM_ANSWERS and [len(keys) for keys in parts] == [6, 6, 4]
     assert [key for keys in parts for key in keys] == whole[::-1] and last == ["longest#0"]
+    assert full == [f"longest#{i}" for i in range(4096 // 96)]
     # The longest prompt, and all of the longest answer given but the last token.
     assert roles.asked[-1] == (PROMPT_TOKENS, ANSWER_TOKENS - 1)
 
@@ -253,6 +268,19 @@ def test_a_sequence_too_long_for_an_engine_fails_and_says_which_step(recipe):
     report, _ = live(recipe(), teacher_limit=95)
     (fail,) = of_level(report, "fail")
     assert fail == "trying the longest sequence: rollout longest#0: too long for the teacher"
+
+
+def test_an_update_is_tried_on_micro_batches_as_full_as_the_recipe_allows(recipe):
+    full = recipe("student.num_ranks=2", "student.micro_batch_tokens=200")
+    report, roles = live(full)
+    assert roles.trained == [192, 192]  # 2 x 96
+    assert any(
+        "an update on full micro-batches (2 x 96 tokens a rank) goes through; a student rank took "
+        "at most 3.0 GB of host memory and 41.0 GB of its GPU" in text
+        for text in of_level(report, "ok")
+    )
+    (fail,) = of_level(live(full, student_limit=191)[0], "fail")
+    assert fail.startswith("trying an update on full micro-batches: student rank 0")
 
 
 def test_the_teachers_longer_prompt_is_part_of_the_longest_sequence(recipe):

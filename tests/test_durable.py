@@ -13,8 +13,8 @@ from rock_opd.durable import (
     digest,
     file_facts,
     first_difference,
+    in_bytes,
     replace_folder,
-    size,
     storing,
     write_text,
 )
@@ -65,7 +65,7 @@ def test_a_failed_write_says_what_where_why_and_how_much(tmp_path):
         raise KeyError("other errors pass")
     with pytest.raises(StorageError, match=r"^as it was$"), storing("the thing", where):
         raise StorageError("as it was")
-    assert [size(n) for n in (0, 999, 1000, 1_500_000, 2 * 10**12)] == [
+    assert [in_bytes(n) for n in (0, 999, 1000, 1_500_000, 2 * 10**12)] == [
         *("0 B", "999 B", "1.0 kB", "1.5 MB", "2.0 TB")
     ]
 

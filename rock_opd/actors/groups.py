@@ -199,6 +199,10 @@ class Students:
         ]
         return self._gather("measure", refs)
 
+    def peak_memory(self) -> list[tuple[int, int]]:
+        """Bytes each rank has held at most: of host memory, and of its GPU (0 without one)."""
+        return self.each("peak memory", lambda h: h.peak_memory.remote())
+
     def start_rows(self, num_rows: list[int]) -> None:
         """Every rank makes room for so many rows, to be kept for ``type_gradients``."""
         refs = [h.start_rows.remote(num) for h, num in zip(self._handles, num_rows, strict=True)]

@@ -5,6 +5,7 @@ process."""
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,14 @@ class Worker:
         from rock_opd.actors.processes import this_process
 
         return this_process(role, index)
+
+    def peak_memory(self) -> tuple[int, int]:
+        """Bytes held at most since the start: of host memory, and of the GPU (0 without one)."""
+        import torch
+
+        kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        return kibibytes * 1024, on_device
 
 
 class RolloutWorker(Worker):
