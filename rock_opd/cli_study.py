@@ -77,6 +77,8 @@ def _watch(what: str) -> Iterator[tuple[Say, Track]]:
         TimeRemainingColumn,
     )
 
+    from rock_opd.tables import print_line
+
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -91,7 +93,7 @@ def _watch(what: str) -> Iterator[tuple[Say, Track]]:
         task = bar.add_task(what, total=None)
 
         def say(line: str) -> None:
-            bar.console.print(line, markup=False, highlight=False)
+            print_line(bar.console, line)
 
         def track(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
@@ -202,7 +204,12 @@ def cutoff(
     output: Path,
     as_json: bool,
 ) -> None:
-    """How many rocks? Coverage of the loss and stability of the list, by K and sample size."""
+    """How many rocks? Coverage of the loss and stability of the list, by K and sample size.
+
+    Of a part of the prompts a type needs that part of policy.min_count to be ranked (at least 1).
+    A K is recommended when its list carries 60 % of the loss, half of the prompts find it again
+    (Jaccard 0.7), and it holds at most half of the types that may be ranked; else none is, and why.
+    """
     from rock_opd.cutoff import find_cutoff
 
     cfg = _recipe(recipe, overrides)

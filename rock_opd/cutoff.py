@@ -1,8 +1,12 @@
 """`rock-opd cutoff`: how many rocks? Coverage of the loss and stability of the list, by K.
 
 Ranks as `rock-opd rocks` does with the same settings, but for the decay: prompts of any step count
-alike here, as sub-samples of prompts are compared. Memory: O(V), and 64 bytes for each type in each
-(part of a) prompt. The files of an earlier call are replaced, each written aside and renamed.
+alike here, as sub-samples of prompts are compared. What is asked of sums shrinks with the sample:
+of half the prompts a type needs half of ``policy.min_count`` (at least 1), and half of
+``policy.threshold`` where the score is a sum (``SUMS``); the bars of the whole sample would let
+through half as many types there, and it would be that which is measured. ``drop_most_frequent`` is
+a number of types and stays. Memory: O(V), and 64 bytes for each type in each (part of a) prompt.
+The files of an earlier call are replaced, each written aside and renamed.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ NUM_REPEATS = 20
 MAX_CUT = 1000
 """Largest K whose stability is measured."""
 MIN_PROMPTS = 4
+SUMS = ("rock", "rock_lcb")
+"""Scores that grow with the number of occurrences; the others are means."""
 
 
 def find_cutoff(
@@ -44,7 +50,8 @@ def find_cutoff(
     say: Say,
     track: Track,
 ) -> Report:
-    """Measures coverage and stability by K, and recommends one (``analysis.recommend_k``).
+    """Measures coverage and stability by K, and recommends one or, where none is good, none
+    (``core.cutoff.recommend_k``).
 
     Args:
         output: ``.csv`` or ``.parquet``: a row for each K and sample size: ``k``, ``coverage``,
@@ -79,19 +86,22 @@ def find_cutoff(
 
     sizes = sorted({max(1, int(share * total)) for share in SHARES})
 
-    def rank(stats: TokenStats) -> np.ndarray:
+    def rank(stats: TokenStats, part: float) -> np.ndarray:
+        threshold = policy.threshold
+        if threshold is not None and policy.score in SUMS:
+            threshold *= part
         return select_types(
             type_score(policy.score, stats),
             stats.count,
             top_k=info.num_types,
-            threshold=policy.threshold,
+            threshold=threshold,
             drop_most_frequent=policy.drop_most_frequent,
-            min_count=policy.min_count,
+            min_count=max(1.0, policy.min_count * part),
             never=guarded,
         )
 
     full = prompts.of(np.arange(total))
-    ranked = rank(full)
+    ranked = rank(full, 1.0)
     if not len(ranked):
         raise DataError(
             f"cutoff: none of {int((full.count > 0).sum())} types seen qualifies under "
@@ -102,9 +112,9 @@ def find_cutoff(
     cuts = _cuts(share, policy.top_k)
     calls, num_calls = itertools.count(1), 1 + NUM_REPEATS * len(sizes)
 
-    def tracked(stats: TokenStats) -> np.ndarray:
+    def tracked(stats: TokenStats, part: float) -> np.ndarray:
         track(next(calls), num_calls)
-        return rank(stats)
+        return rank(stats, part)
 
     found = stability(prompts, tracked, sizes=sizes, cuts=cuts, num_repeats=NUM_REPEATS, seed=seed)
     half = sizes.index(int(0.5 * total))
@@ -112,27 +122,38 @@ def find_cutoff(
         cuts,
         share[np.array(cuts) - 1],
         found.jaccard[half],
+        num_ranked=len(ranked),
+        coverage_of_all=float(share[-1]),
         coverage_target=COVERAGE_TARGET,
         jaccard_bar=JACCARD_BAR,
     )
-    at = cuts.index(advice.k)
     facts: dict[str, Any] = {
         "occurrences": str(occurrences),
         "score": policy.score,
         "num_prompts": total,
         "num_types_seen": int((full.count > 0).sum()),
         "num_types_ranked": len(ranked),
-        "recommended_k": advice.k,
-        "met_coverage": advice.met_coverage,
-        "met_stability": advice.met_stability,
+        "kl_coverage_of_ranked": float(share[-1]),
+        "min_count_at_half": max(1.0, policy.min_count * sizes[half] / total),
+        "advice": advice.reason,
         "coverage_target": COVERAGE_TARGET,
         "jaccard_bar": JACCARD_BAR,
-        "kl_coverage": float(share[advice.k - 1]),
-        "jaccard_at_half": float(found.jaccard[half, at]),
-        "spearman_at_half": float(found.spearman[half, at]),
         "num_repeats": NUM_REPEATS,
         "sizes": sizes,
     }
+    for name, k in (
+        ("recommended", advice.k),
+        ("enough", advice.k_enough),
+        ("most_stable", advice.k_most_stable),
+    ):
+        facts[f"k_{name}"] = k
+        if k is not None:
+            at = cuts.index(k)
+            facts |= {
+                f"kl_coverage_at_k_{name}": float(share[k - 1]),
+                f"jaccard_at_half_at_k_{name}": float(found.jaccard[half, at]),
+                f"spearman_at_half_at_k_{name}": float(found.spearman[half, at]),
+            }
     if policy.top_k <= len(ranked):
         facts |= {
             "k_asked": policy.top_k,
@@ -155,11 +176,7 @@ def find_cutoff(
     return Report(
         title=f"cutoff of {occurrences.name} by {policy.score}, half of {total} prompts",
         facts=facts,
-        lines=[
-            f"recommended {advice.reason}",
-            f"{len(ranked)} of {facts['num_types_seen']} types seen are ranked; all together carry "
-            f"{share[-1]:.0%} of the loss",
-        ],
+        lines=_lines(facts, policy),
         table={
             "k": np.array(cuts),
             "coverage": share[np.array(cuts) - 1],
@@ -168,6 +185,23 @@ def find_cutoff(
         },
         files=[write_table(output, _rows(found, share)), picture],
     )
+
+
+def _lines(facts: dict[str, Any], policy: PolicyConfig) -> list[str]:
+    lines = [facts["advice"]]
+    stable = facts["k_most_stable"]
+    if facts["k_recommended"] is None and stable is not None:
+        lines.append(
+            f"most stable is K={stable}: Jaccard {facts['jaccard_at_half_at_k_most_stable']:.3f} "
+            f"at half the prompts, {facts['kl_coverage_at_k_most_stable']:.0%} of the loss"
+        )
+    lines.append(
+        f"{facts['num_types_ranked']} of {facts['num_types_seen']} types seen may be ranked and "
+        f"carry {facts['kl_coverage_of_ranked']:.0%} of the loss; what a type needs to be ranked "
+        f"shrinks with the sample: {policy.min_count} occurrences in all prompts, "
+        f"{facts['min_count_at_half']:g} in half of them"
+    )
+    return lines
 
 
 def _by_prompt(occurrences: Path, num_types: int) -> PromptStats:
@@ -189,10 +223,11 @@ def _by_prompt(occurrences: Path, num_types: int) -> PromptStats:
 
 
 def _cuts(share: np.ndarray, top_k: int) -> list[int]:
-    """K to look at: even in the logarithm from 5 to ``MAX_CUT``, the policy's own, and the first
-    that carries enough; none beyond the types that are ranked."""
+    """K to look at: even in the logarithm from 5 (or half of the few types ranked) to ``MAX_CUT``,
+    the policy's own, and the first that carries enough; none beyond the types that are ranked."""
     most = len(share)
-    cuts = set(np.geomspace(min(5, most), min(most, MAX_CUT), 24).round().astype(int).tolist())
+    least = max(1, min(5, most // 2))
+    cuts = set(np.geomspace(least, min(most, MAX_CUT), 24).round().astype(int).tolist())
     enough = np.flatnonzero(share >= COVERAGE_TARGET)
     if len(enough):
         cuts.add(int(enough[0]) + 1)

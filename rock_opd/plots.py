@@ -232,7 +232,7 @@ def cutoff_figure(
     jaccard_low: np.ndarray,
     jaccard_high: np.ndarray,
     num_prompts: int,
-    recommended: int,
+    recommended: int | None,
     coverage_target: float,
     jaccard_bar: float,
 ) -> Path:
@@ -243,10 +243,11 @@ def cutoff_figure(
         cuts: K at which stability was measured.
         sizes: prompts in the sub-samples.
         jaccard, jaccard_low, jaccard_high: float [len(sizes), len(cuts)].
+        recommended: K; None: no K is recommended, and none is marked.
     """
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-    with figure(path, panels=2) as (left, right):
+    with figure(path, panels=2, size=(11.2, 4.6)) as (left, right):
         left.plot(np.arange(1, len(coverage) + 1), coverage, color=RED)
         left.axhline(coverage_target, color=BLACK, linestyle=":", linewidth=1)
         left.set(
@@ -273,14 +274,18 @@ def cutoff_figure(
             title=f"Stability against all {num_prompts} prompts (bands: 95 % of repeats)",
         )
         for axes in (left, right):
-            axes.axvline(recommended, color=ORANGE, linewidth=1.2, zorder=0)
+            if recommended is not None:
+                axes.axvline(recommended, color=ORANGE, linewidth=1.2, zorder=0)
             axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.xaxis.set_minor_locator(NullLocator())
-        left.plot([], [], color=ORANGE, linewidth=1.2, label=f"recommended K = {recommended}")
         left.plot([], [], color=BLACK, linestyle=":", linewidth=1, label="target")
-        left.legend(loc="lower right")
-        right.legend(loc="lower right")
+        if recommended is None:
+            left.plot([], [], linestyle="", label="no K is recommended")
+        else:
+            left.plot([], [], color=ORANGE, linewidth=1.2, label=f"recommended K = {recommended}")
+        for axes in (left, right):  # below: curves may run anywhere within
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=5, frameon=False)
     return path
 
 

@@ -56,9 +56,9 @@ def even(path: Path, info: FileInfo) -> Path:
 def test_prompts_that_agree_need_no_more_than_the_coverage(tmp_path: Path, info: FileInfo):
     watch = Watch()
     report = run(even(tmp_path / "occ.parquet", info), tmp_path / "cutoff.csv", watch=watch)
-    assert report.facts["recommended_k"] == 4
-    assert report.facts["kl_coverage"] == pytest.approx(34 / 55)
-    assert (report.facts["met_coverage"], report.facts["met_stability"]) == (True, True)
+    assert (report.facts["k_recommended"], report.facts["k_enough"]) == (4, 4)
+    assert report.facts["kl_coverage_at_k_recommended"] == pytest.approx(34 / 55)
+    assert report.facts["jaccard_at_half_at_k_recommended"] == 1
     assert report.facts["sizes"] == [1, 2, 4, 6]
     assert watch.pieces[-1] == (1 + 4 * NUM_REPEATS, 1 + 4 * NUM_REPEATS)
     found = rows(tmp_path / "cutoff.csv")
@@ -110,9 +110,31 @@ def test_nothing_stable_is_said_plainly(tmp_path: Path, info: FileInfo):
         for p in range(12)
     ]
     report = run(write_file(tmp_path / "occ.parquet", info, responses), tmp_path / "cutoff.csv")
-    assert report.facts["met_coverage"]
-    assert not report.facts["met_stability"]
-    assert "no K reaches both" in report.lines[0]
+    assert report.facts["k_recommended"] is None
+    assert report.facts["k_enough"] == 44  # of 72 types, all alike: 60 %
+    assert "no K is recommended: 60% of the loss takes 44 of the 72 types" in report.lines[0]
+
+
+def test_half_of_the_prompts_ask_for_half_of_the_occurrences(tmp_path: Path, info: FileInfo):
+    """Each prompt holds types 40 to 49 once, so half of 8 prompts hold 4 of each. Asked for 8
+    there as well, no type would be ranked in any sub-sample."""
+    occurrences = even(tmp_path / "occ.parquet", info)
+    report = run(occurrences, tmp_path / "cutoff.csv", min_count=8, threshold=16.0)
+    assert report.facts["num_types_ranked"] == 9  # 8 x 2 is enough, 8 x 1 is not
+    assert report.facts["min_count_at_half"] == 4
+    found = rows(tmp_path / "cutoff.csv")
+    assert all(row["jaccard"] == 1 for row in found)
+    assert any("8 occurrences in all prompts, 4 in half of them" in line for line in report.lines)
+
+
+def test_a_threshold_on_a_mean_is_the_same_in_every_sample(tmp_path: Path, info: FileInfo):
+    """The mean of type 41 is 9 in any sample: a halved threshold would let 42 to 45 in."""
+    occurrences = even(tmp_path / "occ.parquet", info)
+    report = run(occurrences, tmp_path / "cutoff.csv", score="mean", threshold=9.0)
+    assert report.facts["num_types_ranked"] == 2
+    assert all(row["jaccard"] == 1 for row in rows(tmp_path / "cutoff.csv"))
+    report = run(occurrences, tmp_path / "cutoff.csv", score="mean", threshold=1.0)
+    assert report.facts["num_types_ranked"] == 10
 
 
 def test_the_policys_own_k_is_reported_where_there_are_so_many(tmp_path: Path, info: FileInfo):
@@ -130,9 +152,10 @@ def test_types_dropped_before_ranking_lower_what_can_be_covered(tmp_path: Path, 
         even(tmp_path / "occ.parquet", info), tmp_path / "cutoff.csv", drop_most_frequent=3
     )
     assert report.facts["num_types_ranked"] == 7
-    assert not report.facts["met_coverage"]
+    assert (report.facts["k_recommended"], report.facts["k_enough"]) == (None, None)
     assert report.table["coverage"].max() == pytest.approx(28 / 55)
-    assert "no K reaches 60%" in report.lines[0]
+    assert "all 7 types that may be ranked carry 51% together" in report.lines[0]
+    assert report.lines[1].startswith("most stable is K=3: Jaccard 1.000")
 
 
 def test_too_few_prompts_or_no_type_to_rank_are_refused(tmp_path: Path, info: FileInfo):
@@ -147,9 +170,10 @@ def test_too_few_prompts_or_no_type_to_rank_are_refused(tmp_path: Path, info: Fi
 def test_one_ranked_type_is_enough(tmp_path: Path, info: FileInfo):
     responses = [Response(ids=[40], kl=[1.0], prompt_id=f"p{p}") for p in range(4)]
     report = run(write_file(tmp_path / "occ.parquet", info, responses), tmp_path / "cutoff.csv")
-    assert report.facts["recommended_k"] == 1
+    assert report.facts["k_recommended"] is None  # one of one is no choice
+    assert "takes 1 of the 1 types" in report.lines[0]
     assert np.isnan(report.table["spearman"]).all()
-    assert json.loads(report.to_json())["spearman_at_half"] is None
+    assert json.loads(report.to_json())["rows"][0]["spearman"] is None
 
 
 def test_what_needs_two_files_or_another_ending_is_refused(tmp_path: Path, info: FileInfo):

@@ -166,7 +166,7 @@ class Stability:
 
 def stability(
     prompts: PromptStats,
-    rank: Callable[[TokenStats], np.ndarray],
+    rank: Callable[[TokenStats, float], np.ndarray],
     *,
     sizes: Sequence[int],
     cuts: Sequence[int],
@@ -179,7 +179,10 @@ def stability(
     one order of all prompts and cuts it at every size, so its samples are nested.
 
     Args:
-        rank: ids, best first, at least ``max(cuts)`` of them where there are so many.
+        rank: from the sums of some prompts and their share of all, in (0, 1], to ids, best first,
+            at least ``max(cuts)`` of them where there are so many. What it asks of sums must shrink
+            with that share: bars that stay as high on half of the prompts thin the list out, and
+            it is they that would be measured.
         sizes: prompts per sub-sample, each in [1, number of prompts].
 
     Raises:
@@ -189,12 +192,12 @@ def stability(
     if not all(1 <= size <= total for size in sizes):
         raise ValueError(f"sample sizes {list(sizes)} must lie in [1, {total}]")
     rng = np.random.default_rng(seed)
-    full = rank(prompts.of(np.arange(total)))
+    full = rank(prompts.of(np.arange(total)), 1.0)
     found = np.full((2, num_repeats, len(sizes), len(cuts)), np.nan)
     for repeat in range(num_repeats):
         order = rng.permutation(total)
         for i, size in enumerate(sizes):
-            part = rank(prompts.of(order[:size]))
+            part = rank(prompts.of(order[:size]), size / total)
             for j, cut in enumerate(cuts):
                 found[0, repeat, i, j] = jaccard(part[:cut], full[:cut])
                 found[1, repeat, i, j] = spearman_on_union(part[:cut], full[:cut])
@@ -216,12 +219,20 @@ def _over_repeats(statistic: Callable[[np.ndarray], float], values: np.ndarray) 
     return np.apply_along_axis(one, 0, values)
 
 
-class CutoffAdvice(NamedTuple):
-    """A recommended K, and why."""
+LARGEST_SHARE = 0.5
+"""Of the types that may be ranked: a longer list is no choice any more. Two lists drawn at random
+share a third (Jaccard) when each holds half of the types, and nine tenths when each holds 95 %."""
 
-    k: int
-    met_coverage: bool
-    met_stability: bool
+
+class CutoffAdvice(NamedTuple):
+    """A recommended K or none, and why."""
+
+    k: int | None
+    """None: no K is short, carries enough and is stable."""
+    k_enough: int | None
+    """The smallest K that carries enough, however long and unstable the list."""
+    k_most_stable: int | None
+    """Of those that are a choice; None when none has a known Jaccard."""
     reason: str
 
 
@@ -230,41 +241,63 @@ def recommend_k(
     coverage_at: np.ndarray,
     jaccard_at_half: np.ndarray,
     *,
+    num_ranked: int,
+    coverage_of_all: float,
     coverage_target: float = 0.6,
     jaccard_bar: float = 0.7,
 ) -> CutoffAdvice:
-    """The smallest K that carries enough of the loss and is found again in half of the prompts.
-
-    Where no K does both: the most stable of those that carry enough, or, where none does, the most
-    stable of all (ties go to the smaller K).
+    """The smallest K that carries enough of the loss, is found again in half of the prompts, and
+    is at most ``LARGEST_SHARE`` of the types that may be ranked. Where there is none, none is
+    recommended: the nearest one would be a number without a meaning.
 
     Args:
-        cuts: K, ascending, at least one.
+        cuts: K, ascending, at least one; the smallest K that carries enough among them.
         coverage_at: float [len(cuts)], share of the corpus loss (``coverage``).
         jaccard_at_half: float [len(cuts)]; NaN counts as not stable.
+        num_ranked: types that may be ranked.
+        coverage_of_all: what they carry together.
         coverage_target: the paper's 100 rocks carry about 60 %.
         jaccard_bar: 0.7: of two lists of 100, about 82 types are shared.
     """
     ks, share = np.asarray(cuts), np.asarray(coverage_at, np.float64)
     stable = np.nan_to_num(np.asarray(jaccard_at_half, np.float64), nan=-1.0)
-    enough, firm = share >= coverage_target, stable >= jaccard_bar
-    pool = next(p for p in (enough & firm, enough, np.ones(len(ks), bool)) if p.any())
-    place = np.flatnonzero(pool)
-    if (enough & firm).any():
-        best = place[0]
+    choice, enough = ks <= LARGEST_SHARE * num_ranked, share >= coverage_target
+    k_enough = int(ks[enough.argmax()]) if enough.any() else None
+    firmest = _firmest(stable, choice)
+    k_most_stable = None if firmest is None else int(ks[firmest])
+    good = np.flatnonzero(choice & enough & (stable >= jaccard_bar))
+    if len(good):
+        best = good[0]
+        return CutoffAdvice(
+            int(ks[best]),
+            k_enough,
+            k_most_stable,
+            f"K={ks[best]} is recommended: the smallest K with {coverage_target:.0%} of the loss "
+            f"(it has {share[best]:.0%}) that half of the prompts find again (Jaccard "
+            f"{stable[best]:.3f}, at least {jaccard_bar:g} is asked)",
+        )
+    if k_enough is None:
+        why = (
+            f"the list should carry {coverage_target:.0%} of the loss, and all {num_ranked} types "
+            f"that may be ranked carry {coverage_of_all:.0%} together"
+        )
+    elif k_enough > LARGEST_SHARE * num_ranked:
+        why = (
+            f"{coverage_target:.0%} of the loss takes {k_enough} of the {num_ranked} types that "
+            f"may be ranked; a list of more than half of them is no choice any more"
+        )
     else:
-        best = place[np.argmax(stable[place])]
-    met = bool(enough[best]), bool(firm[best])
-    what = (
-        f"K={ks[best]} carries {share[best]:.0%} of the loss, Jaccard "
-        + (f"{stable[best]:.2f}" if stable[best] >= 0 else "unknown")
-        + " at half the prompts"
-    )
-    goal = f"{coverage_target:.0%} of the loss and Jaccard {jaccard_bar:g}"
-    if all(met):
-        reason = f"{what}: the smallest K with {goal}"
-    elif met[0]:
-        reason = f"{what}: no K reaches both {goal}; the most stable that carries enough"
-    else:
-        reason = f"{what}: no K reaches {goal}; the most stable of all"
-    return CutoffAdvice(int(ks[best]), *met, reason)
+        firmest = _firmest(stable, choice & enough)
+        best_j = "unknown" if firmest is None else f"at most {stable[firmest]:.3f}"
+        why = (
+            f"from K={k_enough} on the list carries {coverage_target:.0%} of the loss, but half of "
+            f"the prompts do not find it again (Jaccard {best_j}, {jaccard_bar:g} is asked): score "
+            "more prompts"
+        )
+    return CutoffAdvice(None, k_enough, k_most_stable, f"no K is recommended: {why}")
+
+
+def _firmest(stable: np.ndarray, pool: np.ndarray) -> int | None:
+    """Place of the most stable of a pool, the first on a tie; None when none is known (< 0)."""
+    place = np.flatnonzero(pool & (stable >= 0))
+    return int(place[np.argmax(stable[place])]) if len(place) else None

@@ -80,7 +80,7 @@ def test_a_measured_position_without_a_finite_loss_is_named():
         PromptStats.from_rows(**data, num_types=4)
 
 
-def by_loss(sums: TokenStats) -> np.ndarray:
+def by_loss(sums: TokenStats, share: float) -> np.ndarray:
     ids = np.flatnonzero(sums.loss_sum > 0)
     return ids[np.lexsort((ids, -sums.loss_sum[ids]))]
 
@@ -125,9 +125,10 @@ def test_sub_samples_are_whole_prompts_nested_and_seeded():
     )
     seen: list[frozenset[int]] = []
 
-    def rank(sums: TokenStats) -> np.ndarray:
+    def rank(sums: TokenStats, share: float) -> np.ndarray:
         seen.append(frozenset(np.flatnonzero(sums.count).tolist()))
-        return by_loss(sums)
+        assert share == len(seen[-1]) / 6
+        return by_loss(sums, share)
 
     stability(prompts, rank, sizes=[1, 3, 6], cuts=[2], num_repeats=5, seed=0)
     assert seen[0] == set(range(6))
@@ -148,22 +149,42 @@ def test_sample_sizes_beyond_the_prompts_are_refused():
         stability(prompts, by_loss, sizes=[4], cuts=[1], seed=0)
 
 
+def advice(cuts, coverage_at, jaccard_at, *, num_ranked=1000, of_all=1.0):
+    return recommend_k(
+        cuts, np.array(coverage_at), np.array(jaccard_at), num_ranked=num_ranked,
+        coverage_of_all=of_all,
+    )  # fmt: skip
+
+
 def test_the_smallest_k_that_is_enough_and_stable_is_recommended():
-    got = recommend_k([10, 50, 100, 200], [0.3, 0.6, 0.7, 0.8], [0.9, 0.6, 0.75, 0.9])
-    assert (got.k, got.met_coverage, got.met_stability) == (100, True, True)
-    assert "smallest K" in got.reason
+    got = advice([10, 50, 100, 200], [0.3, 0.6, 0.7, 0.8], [0.9, 0.6, 0.75, 0.9])
+    assert (got.k, got.k_enough, got.k_most_stable) == (100, 50, 10)
+    assert got.reason.startswith("K=100 is recommended: the smallest K with 60% of the loss (it")
 
 
-def test_without_a_stable_k_the_most_stable_of_those_that_carry_enough_is_taken():
-    got = recommend_k([10, 50, 100], [0.3, 0.6, 0.7], [0.9, 0.5, 0.6])
-    assert (got.k, got.met_coverage, got.met_stability) == (100, True, False)
-    assert "no K reaches both" in got.reason
-
-
-def test_without_enough_coverage_the_most_stable_of_all_is_taken_the_smaller_on_a_tie():
-    got = recommend_k([10, 50, 100], [0.1, 0.2, 0.3], [0.8, 0.9, 0.9])
-    assert (got.k, got.met_coverage, got.met_stability) == (50, False, True)
-    assert "no K reaches 60%" in got.reason
-    unknown = recommend_k([10], [np.nan], [np.nan])
-    assert (unknown.k, unknown.met_coverage, unknown.met_stability) == (10, False, False)
+def test_a_list_that_half_of_the_prompts_do_not_find_again_is_not_recommended():
+    got = advice([10, 50, 100], [0.3, 0.6, 0.7], [0.9, 0.5, 0.696])
+    assert (got.k, got.k_enough, got.k_most_stable) == (None, 50, 10)
+    assert "from K=50 on" in got.reason
+    assert "Jaccard at most 0.696, 0.7 is asked" in got.reason
+    unknown = advice([10], [0.7], [np.nan])
+    assert (unknown.k, unknown.k_enough, unknown.k_most_stable) == (None, 10, None)
     assert "Jaccard unknown" in unknown.reason
+
+
+def test_without_enough_coverage_no_k_is_recommended_and_what_there_is_is_said():
+    got = advice([10, 50, 100], [0.1, 0.2, 0.3], [0.8, 0.9, 0.9], of_all=0.42)
+    assert (got.k, got.k_enough, got.k_most_stable) == (None, None, 50)
+    assert "should carry 60% of the loss, and all 1000 types that may be ranked carry 42%" in (
+        got.reason
+    )
+
+
+def test_more_than_half_of_the_types_are_no_choice_however_stable():
+    """With a list of all types every sample agrees: that says nothing of the ranking."""
+    cuts, share, stable = [10, 50, 60, 100], [0.2, 0.5, 0.6, 1.0], [0.5, 0.8, 0.9, 1.0]
+    got = advice(cuts, share, stable, num_ranked=100)
+    assert (got.k, got.k_enough, got.k_most_stable) == (None, 60, 50)
+    assert "60% of the loss takes 60 of the 100 types that may be ranked" in got.reason
+    assert advice(cuts, share, stable, num_ranked=120).k == 60
+    assert advice([1], [1.0], [1.0], num_ranked=1).k is None
