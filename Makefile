@@ -75,11 +75,16 @@ debug: $(READY)
 troubleshooting: $(READY)
 	$(PY) tests/bad_input/render.py
 
-# Seeded kills of real runs, for hours; goes on where it stopped. Writes runs/chaos/chaos.json.
+# Seeded kills of real runs (hours; goes on where it stopped), resumes, a soak; docs/reliability.md.
 CHAOS_KILLS ?= 200
 CHAOS_ARGS ?=
+SOAK_STEPS ?= 500
 chaos: $(READY)
+	$(PY) tests/chaos/equality.py --out runs/chaos
+	$(PY) tests/chaos/soak.py --steps $(SOAK_STEPS) --out runs/chaos \
+	    --figure docs/reliability_memory.png
 	$(PY) tests/chaos/run.py --kills $(CHAOS_KILLS) --out runs/chaos $(CHAOS_ARGS)
+	$(PY) tests/chaos/report.py --out runs/chaos --doc docs/reliability.md
 
 lint: $(READY)
 	$(PY) -m ruff check .

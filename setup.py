@@ -38,6 +38,7 @@ setup(
         "matplotlib>=3.8",
         "omegaconf>=2.3,<2.5",
         "pyarrow>=19",
+        "fsspec>=2024.6",
         "click>=8.1",
         "rich>=13",
     ],
@@ -50,7 +51,10 @@ setup(
         "verl": ["verl>=0.9,<0.10", "TransferQueue>=0.1", "fastapi", "uvicorn", "cachetools"],
         "wandb": ["wandb>=0.17"],
         "mlflow": ["mlflow>=2.14"],
-        "dev": ["pytest>=8", "ruff>=0.9"],
+        # where run.mirror may point to, besides what fsspec reaches by itself
+        "s3": ["s3fs>=2024.6"],
+        "gcs": ["gcsfs>=2024.6"],
+        "dev": ["pytest>=8", "ruff>=0.9", "psutil>=5.9"],
     },
     entry_points={"console_scripts": ["rock-opd = rock_opd.cli:main"]},
     classifiers=[

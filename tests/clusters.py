@@ -3,7 +3,6 @@ happens. Started by launch/local_cluster.sh, as a person would."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import descendants, end
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -26,29 +26,6 @@ def clean_env() -> dict[str, str]:
     """The environment of a person who has activated this one and set nothing of Ray's."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return {**env, "PATH": f"{BIN}:{env['PATH']}", "START_S": str(START_S), "OMP_NUM_THREADS": "1"}
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    """The process and all it started."""
-    try:
-        top = psutil.Process(pid)
-        return [top, *top.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def end(processes: list[psutil.Process], *, first: int = signal.SIGTERM) -> list[int]:
-    """Asks the first to end, then ends what is left; returns the ids that had to be killed."""
-    if not processes:
-        return []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        processes[0].send_signal(first)
-    _, left = psutil.wait_procs(processes, timeout=30)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=30)
-    return [process.pid for process in left]
 
 
 class LocalCluster:

@@ -4,16 +4,14 @@ missing is said. A real cluster of two nodes, of which one is killed; no engine.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clusters import Command, LocalCluster, descendants
+from clusters import Command, LocalCluster
+from processes import descendants, kill_all
 
 LIMIT_S = 300
 
@@ -76,9 +74,7 @@ def lose_the_second_node(cluster: LocalCluster, folder: Path, *overrides: str) -
     args = [sys.executable, "-c", SCRIPT, *overrides]
     with Command(args, env=cluster.env, cwd=folder) as run:
         run.wait_for("READY", LIMIT_S)
-        for process in descendants(cluster._nodes[-1][0]):
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        kill_all(descendants(cluster._nodes[-1][0]))
         run.finish(LIMIT_S)
         return run.text
 

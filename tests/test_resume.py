@@ -8,9 +8,7 @@ without its journal and with other workers.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+from processes import descendants, kill_all
 from test_run import LIMIT_S, ROOT, command, events, finish, metrics
 
 NUM_STEPS, EVERY, DEATH = 6, 3, 5
@@ -33,36 +32,6 @@ def args(tiny: Path, folder: Path, name: str, *more: str) -> list[str]:
         *(tiny, folder, name, f"run.num_steps={NUM_STEPS}", f"checkpoint.every={EVERY}"),
         *("eval.problems=null", "eval.num_heldout=4", *more),
     )
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            parent = int(stat.rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found
-
-
-def kill_whole(process: subprocess.Popen) -> int:
-    """SIGKILL to the driver and everything it started, at once; how many processes that were."""
-    everyone = family(process.pid)
-    os.killpg(process.pid, signal.SIGKILL)
-    for pid in everyone:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait(timeout=60)
-    return len(everyone)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +60,7 @@ def killed(tiny_models, folder) -> Path:
     while not (run / "journal" / f"step_{DEATH:06d}.npz").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
-    assert kill_whole(process) > 5  # driver, Ray's own, coordinator, three roles
+    assert kill_all(descendants(process.pid)) > 5  # driver, Ray's own, coordinator, three roles
     assert [row["step"] for row in metrics(run)] == list(range(1, DEATH))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step_{EVERY:06d}"]
     assert not (run / "summary.json").exists()

@@ -30,6 +30,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from processes import descendants, kill_all
+
 ROOT = Path(__file__).parents[2]
 ROLES = ("rollout worker", "teacher", "student rank", "coordinator")
 PHASES = ("starting", "probe", "rollout", "teacher", "train", "sync", "checkpoint")
@@ -167,7 +170,7 @@ def play(args: list[str], run_dir: Path, plan: Sequence[Kill], *, limit_s: float
         while process.poll() is None:
             time.sleep(POLL_S)
             now = time.monotonic()
-            if (num := _steps_done(run_dir)) != steps:
+            if (num := steps_done(run_dir)) != steps:
                 steps, progress_at = num, now
             if now - progress_at > limit_s:
                 outcome.hang = f"no step in {limit_s:g} s after {_describe(outcome.hits)}"
@@ -181,9 +184,11 @@ def play(args: list[str], run_dir: Path, plan: Sequence[Kill], *, limit_s: float
                 outcome.hits.append(hit)
                 pending.pop(0)
                 sent_at, progress_at = time.monotonic(), now
-                target = max(hit.step, _steps_done(run_dir) + 1)
+                target = max(hit.step, steps_done(run_dir) + 1)
     finally:
-        _end(process)
+        if process.poll() is None:  # it hangs
+            kill_all(descendants(process.pid))
+            process.wait(timeout=60)
     outcome.unplayed = len(pending)
     outcome.seconds = time.monotonic() - began
     if outcome.hits and outcome.hits[-1].recovery_s is None and process.returncode == 0:
@@ -197,7 +202,7 @@ def play(args: list[str], run_dir: Path, plan: Sequence[Kill], *, limit_s: float
     return outcome
 
 
-def _steps_done(run_dir: Path) -> int:
+def steps_done(run_dir: Path) -> int:
     """The last step in the metrics; 0 before the first."""
     try:
         text = (run_dir / "metrics.jsonl").read_bytes()
@@ -207,7 +212,7 @@ def _steps_done(run_dir: Path) -> int:
         return 0
 
 
-def _where(run_dir: Path) -> dict[str, Any] | None:
+def where_is(run_dir: Path) -> dict[str, Any] | None:
     try:
         return json.loads((run_dir / "phase.json").read_text())
     except (OSError, ValueError):
@@ -216,7 +221,7 @@ def _where(run_dir: Path) -> dict[str, Any] | None:
 
 def _strike(run_dir: Path, kill: Kill, driver: int) -> Hit | None:
     """Sends the signal if this is the moment."""
-    where = _where(run_dir)
+    where = where_is(run_dir)
     if where is None or where["phase"] != kill.phase:
         return None
     if kill.phase != "starting" and where["step"] < kill.step:
@@ -227,48 +232,13 @@ def _strike(run_dir: Path, kill: Kill, driver: int) -> Hit | None:
     if not pids:
         return None
     time.sleep(kill.delay_s)
-    if not _descends(pids[0], driver):
+    if pids[0] not in {process.pid for process in descendants(driver)}:
         return None  # of an attempt that is over
     with suppress(ProcessLookupError):
         os.kill(pids[0], getattr(signal, kill.signal))
-        after = _where(run_dir) or where
+        after = where_is(run_dir) or where
         return Hit(kill=kill, step=max(1, after["step"]), phase=after["phase"])
     return None
-
-
-def _descends(pid: int, ancestor: int) -> bool:
-    """Whether a process is one of the run's own: nothing else is ever signalled."""
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            return False
-    return False
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends a run that hangs, with all it started."""
-    if process.poll() is None:
-        family = _family(process.pid)
-        for pid in family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait(timeout=60)
-
-
-def _family(root: int) -> list[int]:
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError):
-                text = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(text[1])
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found
 
 
 def _describe(hits: Sequence[Hit]) -> str:
