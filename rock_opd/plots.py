@@ -268,6 +268,7 @@ def cutoff_figure(
         right.axhline(jaccard_bar, color=BLACK, linestyle=":", linewidth=1)
         right.set(
             xscale="log",
+            xlim=(cuts[0] / 1.1, cuts[-1] * 1.1),  # also where every value is unknown
             xlabel="K, types in the list (log scale)",
             ylabel="Jaccard with the list of all prompts",
             ylim=(0, 1.02),
