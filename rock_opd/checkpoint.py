@@ -42,7 +42,7 @@ from rock_opd.probe import ProbeSet
 from rock_opd.runlog import to_json
 from rock_opd.types import Rollout
 
-FORMAT = 3
+FORMAT = 4
 COMPLETE = "complete.json"
 
 
@@ -65,11 +65,13 @@ class RunState:
     """... and how many of them stand at the end."""
     alarms: dict[str, Any] = field(default_factory=dict)
     """``core.alarms.Alarms.state_dict``."""
+    nothing_frozen: str | None = None
+    """Why the latest selection froze nothing; None where it froze something."""
 
 
 NUMBERS = (
     *("step", "num_updates", "num_tokens", "best_accuracy", "seconds", "frozen_share"),
-    *("num_bad_steps", "bad_in_a_row", "alarms"),
+    *("num_bad_steps", "bad_in_a_row", "alarms", "nothing_frozen"),
 )
 
 

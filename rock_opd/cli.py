@@ -213,9 +213,11 @@ class _Display:
             self._live.stop()
 
     def __call__(self, progress: Progress) -> None:
+        from rock_opd.tables import print_line
+
         for line in progress.lines:
             text = line if isinstance(line, str) else step_line(line)
-            self._console.print(text, markup=False, highlight=False)
+            print_line(self._console, text)
         if self._live:
             from rich.text import Text
 

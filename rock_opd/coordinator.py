@@ -31,6 +31,7 @@ from rock_opd.checkpoint import (
 from rock_opd.config import Recipe
 from rock_opd.core.alarms import Alarms
 from rock_opd.core.batching import build_batches, flatten, scatter, total_weight
+from rock_opd.core.context import ContextStats
 from rock_opd.core.metrics import (
     Metrics,
     freeze_metrics,
@@ -57,7 +58,8 @@ from rock_opd.keeper import Keeper
 from rock_opd.measure import Measured, deal_rollouts, measure
 from rock_opd.probe import context_facts, reservoir_rng
 from rock_opd.progress import Progress, StepLine
-from rock_opd.runlog import OccurrenceLog, type_rows
+from rock_opd.ranking import why_nothing
+from rock_opd.runlog import OccurrenceLog, top_types, type_rows
 from rock_opd.sampling import sample_answers, sample_requests
 from rock_opd.types import (
     FreezeMask,
@@ -132,6 +134,7 @@ class Coordinator:
         self.state = RunState()
         self._alarms = Alarms(recipe.alarm)
         self._keeper = Keeper(recipe, roles, progress, self._pack)
+        self._context: ContextStats | None = None
         self._clock: dict[str, float] = {}
         self._accuracy: tuple[int, float] | None = None
 
@@ -215,10 +218,12 @@ class Coordinator:
         signals = flatten(rollouts, scores)
 
         # 4. the policy says what each token weighs; its mask knows earlier steps only
-        old = self.policy.mask
+        old, due = self.policy.mask, self.policy.is_due(step)
         mask = self.policy.refresh(step, self.registry)
         if mask is not None:
             self._tell_mask(old, mask, step)
+        if due:
+            self._tell_empty(step)
         weights = self.policy.weights(
             signals, self.policy.mask, rng=audit_rng(recipe.run.seed, step)
         )
@@ -307,6 +312,7 @@ class Coordinator:
                 rng=reservoir_rng(self.recipe.run.seed, step),
             )
         self.registry.set_context(stats.ccr)
+        self._context = stats
         self.log.event(
             "probe",
             step,
@@ -408,6 +414,35 @@ class Coordinator:
                     residual=mask.residual,
                     types=self._type_rows(ids),
                 )
+
+    def _tell_empty(self, step: int) -> None:
+        """Why this selection froze nothing; on the screen once for several in a row."""
+        why = why_nothing(
+            self.policy.mask,
+            self.registry,
+            self.recipe.policy,
+            self.inputs.guard_ids,
+            self._context,
+        )
+        if why is not None:
+            self.log.event("empty", step, reason=why)
+            if self.state.nothing_frozen is None:
+                self.progress.say(f"step {step}: nothing is frozen: {why}")
+        self.state.nothing_frozen = why
+
+    def _why_nothing(self) -> str | None:
+        """Why the whole run froze nothing; None where it did, or was not to."""
+        policy, state = self.recipe.policy, self.state
+        if policy.name == "all" or any(state.frozen_share):
+            return None
+        if len(self.policy.mask.frozen_ids):
+            return f"the {len(self.policy.mask.frozen_ids)} types to freeze did not occur"
+        if policy.name != "list" and state.step <= policy.warmup_steps:
+            return (
+                f"types are chosen after policy.warmup_steps={policy.warmup_steps} steps, and "
+                f"{state.step} were made"
+            )
+        return state.nothing_frozen
 
     def _type_rows(self, ids: np.ndarray) -> list[dict[str, Any]]:
         score = self.recipe.policy.score
@@ -542,7 +577,8 @@ class Coordinator:
             "phase_s": state.seconds,
             "frozen_share": state.frozen_share,
             "mask_version": self.policy.mask.version,
-            "rocks": self._top_types(20),
+            "nothing_frozen": self._why_nothing(),
+            **self._top_types(20),
             **heldout_summary(None, None, frozen=np.zeros(0, bool), seed=recipe.run.seed),
         }
         if not whole:
@@ -565,12 +601,15 @@ class Coordinator:
         self.log.close()
         return summary
 
-    def _top_types(self, num: int) -> list[dict[str, Any]]:
-        """The types with the highest Rock Score, with whether they are frozen now."""
-        ids = self.registry.table(top=num)["token_id"]
+    def _top_types(self, num: int) -> dict[str, Any]:
+        """The types of highest score, the one in force, with whether they are frozen now."""
+        score, ids = top_types(self.registry, num, score=self.recipe.policy.score)
+        rows = type_rows(self.registry, ids, score=score, tokenizer=self.inputs.tokenizer)
         frozen = np.isin(ids, self.policy.mask.frozen_ids)
-        rows = zip(self._type_rows(ids), frozen, strict=True)
-        return [row | {"frozen": bool(f)} for row, f in rows if row["R"] > 0]
+        return {
+            "rocks_by": score,
+            "rocks": [row | {"frozen": bool(f)} for row, f in zip(rows, frozen, strict=True)],
+        }
 
     def _before_and_after(self) -> dict[str, str] | None:
         """One held-out prompt, answered by the starting and by the trained student with the same

@@ -242,6 +242,23 @@ class OccurrenceLog:
             raise StorageError(str(error)) from None
 
 
+def top_types(registry: Registry, num: int, *, score: str) -> tuple[str, np.ndarray]:
+    """The seen types of highest score, best first, those not above 0 left out.
+
+    Args:
+        score: ``policy.score``; where the CCR that ``rock_ctx`` needs was never measured, ``rock``
+            stands in.
+
+    Returns:
+        The score they are ordered by; int64 ids, at most ``num``.
+    """
+    if score == "rock_ctx" and registry.ccr is None:
+        score = "rock"
+    values = np.where(registry.stats.count > 0, registry.score(score), np.nan)
+    ids = np.argsort(-values, kind="stable")[:num]  # unknown ones come last
+    return score, ids[values[ids] > 0]
+
+
 def type_rows(
     registry: Registry, ids: np.ndarray, *, score: str, tokenizer: Any
 ) -> list[dict[str, Any]]:

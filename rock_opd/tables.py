@@ -25,6 +25,12 @@ Columns = Mapping[str, Sequence[Any] | np.ndarray]
 """A table: column name -> values, all of one length."""
 
 
+def print_line(console: Console, line: str) -> None:
+    """Prints one line as it stands: wrapped between words on a terminal, whole where a file or
+    another program reads it."""
+    console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The outcome of one command."""
@@ -56,7 +62,7 @@ class Report:
         from rich.table import Table
 
         for line in self.lines:
-            console.print(line, markup=False, highlight=False)
+            print_line(console, line)
         num_rows = len(next(iter(self.table.values()), ()))
         if num_rows:
             table = Table(title=self.title)

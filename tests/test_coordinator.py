@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -348,6 +349,61 @@ def test_a_probe_set_that_is_not_full_at_the_first_choice_is_used_and_said(tmp_p
     said = [line for line in run.progress.lines if isinstance(line, str) and "probe set" in line]
     assert len(said) == 1
     assert said[0].startswith("step 3: the probe set holds 8 of probe.num_rollouts=99 rollouts")
+
+
+def test_a_selection_that_freezes_nothing_says_why_once_and_in_the_summary(tmp_path):
+    recipe = make_recipe(tmp_path, *CONTEXT, "probe.tau_pre=9")
+    run = coordinator(recipe, Patterned())
+    summary = run.run()
+    why = r"0 of \d+ types seen qualify; .*CCR is 0 everywhere: .*tau_pre 9.*lower probe\.tau_pre"
+    (said,) = [line for line in run.progress.lines if "nothing is frozen" in str(line)]
+    assert re.fullmatch(f"step 3: nothing is frozen: {why}.*", said)
+    empty = events(recipe, "empty")
+    assert [e["step"] for e in empty] == [3, 5] and all(re.match(why, e["reason"]) for e in empty)
+    # The counts are those of the last selection.
+    assert summary["nothing_frozen"] == empty[-1]["reason"]
+    assert summary["rocks_by"] == "rock_ctx" and summary["rocks"] == []
+    assert coordinator(make_recipe(tmp_path / "r"), Patterned()).run()["nothing_frozen"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "guarded", "why"),
+    [
+        (("policy.warmup_steps=6",), (), "chosen after policy.warmup_steps=6 steps, and 6 were"),
+        (("policy.min_count=100000",), (), "below policy.min_count=100000"),
+        ((), tuple(range(VOCAB)), r"left out: \d+ guarded"),
+        (("policy.name=random_matched", "policy.min_count=100000"), (), "below policy.min_count"),
+        (("policy.name=all",), (), None),
+    ],
+)
+def test_a_run_that_froze_nothing_says_why_unless_it_was_not_to(tmp_path, changes, guarded, why):
+    summary = coordinator(make_recipe(tmp_path, *changes), Roles(), guarded=guarded).run()
+    found = summary["nothing_frozen"]
+    assert found is None if why is None else re.search(why, found)
+
+
+def test_the_reason_for_freezing_nothing_outlives_a_break(tmp_path):
+    settings = (*CONTEXT, "probe.tau_pre=9", "policy.refresh_every=9", "checkpoint.every=1")
+    run_killed(make_recipe(tmp_path, *settings), Patterned(), in_step=5)
+    again = coordinator(make_recipe(tmp_path, *settings, "resume=true"), Patterned())
+    assert "lower probe.tau_pre" in again.run()["nothing_frozen"]  # chosen in step 3 only
+
+
+def test_the_summarys_types_are_ordered_by_the_score_in_force(tmp_path):
+    found = {}
+    for score in ("rock", "mean"):
+        recipe = make_recipe(tmp_path / score, f"policy.score={score}")
+        summary = coordinator(recipe, Roles()).run()
+        assert summary["rocks_by"] == score
+        rows = summary["rocks"]
+        assert [row["rank"] for row in rows] == list(range(1, len(rows) + 1))
+        found[score] = [(row["score"], row["R"], row["mean_kl"]) for row in rows]
+        assert found[score] == sorted(found[score], key=lambda row: -row[0])
+    assert all(score == R for score, R, _ in found["rock"])
+    assert all(score == mean for score, _, mean in found["mean"])
+    # Never measured: R stands in.
+    early = make_recipe(tmp_path / "early", *CONTEXT, "policy.warmup_steps=6")
+    assert coordinator(early, Patterned()).run()["rocks_by"] == "rock"
 
 
 def test_a_thawed_type_is_an_event_with_the_same_numbers(tmp_path):
