@@ -199,12 +199,17 @@ def seal(folder: Path, step: int, files: dict[str, FileFacts]) -> None:
     Args:
         files: everything in it, by path relative to it.
     """
+    write_text(folder / COMPLETE, seal_text(step, files))
+
+
+def seal_text(step: int, files: dict[str, FileFacts]) -> str:
+    """What ``complete.json`` says of a folder with these files."""
     content = {
         "format": FORMAT,
         "step": step,
         "files": {name: [f.num_bytes, f.digest] for name, f in sorted(files.items())},
     }
-    write_text(folder / COMPLETE, json.dumps({**content, "digest": _seal_digest(content)}))
+    return json.dumps({**content, "digest": _seal_digest(content)})
 
 
 def _seal_digest(content: dict[str, Any]) -> str:
@@ -242,7 +247,7 @@ def load_checkpoint(run_dir: Path) -> Loaded:
     refused: list[tuple[Path, str]] = []
     for step, path in reversed(list_checkpoints(run_dir)):
         try:
-            why = _flaw(path, step)
+            why = flaw(path, step)
             if why is None:
                 with np.load(path / "state.npz", allow_pickle=False) as npz:
                     arrays = {name: npz[name] for name in npz.files}
@@ -263,8 +268,12 @@ def load_checkpoint(run_dir: Path) -> Loaded:
     )
 
 
-def _flaw(path: Path, step: int) -> str | None:
-    """Why a checkpoint must not be used; None when it may."""
+def flaw(path: Path, step: int) -> str | None:
+    """Why a sealed folder must not be used; None when it may.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: its seal cannot be read.
+    """
     content = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
     if content.get("format") != FORMAT:
         return f"format {content.get('format')}, this version reads {FORMAT}"

@@ -92,6 +92,24 @@ def _server_url(url: str) -> None:
         )
 
 
+def _mirror_uri(uri: str) -> None:
+    """Checks an fsspec URI that may stand in a recipe, so: one without a login."""
+    if redact(uri) != uri or re.search(r"[?#]", uri):
+        raise ConfigError(
+            f"run.mirror: {redact(uri).partition('?')[0]} holds a login, a query or a fragment, "
+            "which would stand in the run's folder; fsspec reads credentials from the store's own "
+            "environment variables and files (docs/security.md)"
+        )
+    match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(.*)", uri)
+    if not match or "::" in uri or not uri.isprintable() or not (match[2] or match[1] == "memory"):
+        raise ConfigError(
+            f"run.mirror must be one fsspec URI such as s3://bucket/runs or file:///mnt/runs, got "
+            f"'{uri}'"
+        )
+    if match[1] in ("file", "local") and not match[2].startswith("/"):
+        raise ConfigError(f"run.mirror: '{uri}' names no absolute path; three slashes: file:///mnt")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The run as a whole."""
@@ -100,6 +118,9 @@ class RunConfig:
     """Name of the run's folder."""
     dir: str = "runs"
     """Folder that holds the runs."""
+    mirror: str | None = None
+    """fsspec URI (s3://bucket/runs, file:///mnt/runs) under which the run's folder is copied behind
+    the run; resume=true goes on from there where the folder is empty. Credentials: fsspec's own."""
     on_existing: str = "fail"
     """When the folder already holds a run: fail, or new (name-2, name-3, ...)."""
     seed: int = 0
@@ -139,6 +160,8 @@ class RunConfig:
                 f"run.name must be letters, digits, '.', '_' or '-' and start with a letter or "
                 f"digit, got '{self.name}'"
             )
+        if self.mirror is not None:
+            _mirror_uri(self.mirror)
         _choice("run.on_existing", self.on_existing, ("fail", "new"))
         _within("run.seed", self.seed, 0, 2**32 - 1)
         _at_least("run.num_steps", self.num_steps, 0)

@@ -585,6 +585,7 @@ class Coordinator:
             self.log.event("stop", state.step)
             self.log.summary(summary)
             self.log.close()
+            self._keeper.finish_mirror()
             return summary
         after = None
         if state.heldout:
@@ -599,6 +600,7 @@ class Coordinator:
         self.log.event("finish", state.step)
         self.log.summary(summary)
         self.log.close()
+        self._keeper.finish_mirror()
         return summary
 
     def _top_types(self, num: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rock_opd.durable import in_bytes
 from rock_opd.errors import ConfigError, PlacementError
 from rock_opd.faultlog import Restart
 from rock_opd.inputs import Inputs, load_inputs
+from rock_opd.mirror import holds_run, pull
 from rock_opd.models import stop_token_ids, trust_code
 from rock_opd.progress import Progress
 from rock_opd.runlock import RunTaken, claim
@@ -308,18 +309,26 @@ def anchor_paths(recipe: Recipe, base: Path) -> Recipe:
     return recipe
 
 
-def settle_run_dir(recipe: Recipe) -> Recipe:
+def settle_run_dir(recipe: Recipe, *, say: Callable[[str], None] = lambda line: None) -> Recipe:
     """Claims the run's folder for this process, and sees to it that one run is never written over
-    another; may give this one the next free name.
+    another, here or at the mirror; may give this one the next free name. A run that goes on is
+    brought back from its mirror where that is ahead of the folder.
+
+    Args:
+        say: hears what came from the mirror.
 
     Raises:
+        StorageError, DataError: the mirror cannot be read, or nothing in it is whole.
         ConfigError: another process has the folder, or it holds a run and resume is off, with
             ``run.on_existing`` fail; or resume is on and there is none.
     """
     _refuse_links(recipe)
+    if recipe.resume and recipe.run.mirror is not None:
+        _bring_back(recipe, say)
     if recipe.resume and not _begun(recipe):
+        nor = "" if recipe.run.mirror is None else f", nor does {recipe.run.mirror} one of its name"
         raise ConfigError(
-            f"resume=true, but {recipe.run_dir} holds no run; leave it out to start one"
+            f"resume=true, but {recipe.run_dir} holds no run{nor}; leave it out to start one"
         )
     if recipe.resume and not list_checkpoints(recipe.run_dir):
         raise ConfigError(
@@ -334,7 +343,8 @@ def settle_run_dir(recipe: Recipe) -> Recipe:
         named = replace(recipe, run=replace(recipe.run, name=name))
         _refuse_links(named)
         try:
-            lock = None if _begun(named) else claim(named.run_dir)
+            taken = _begun(named) or (named.run.mirror is not None and holds_run(named))
+            lock = None if taken else claim(named.run_dir)
         except RunTaken:
             if recipe.run.on_existing == "fail":
                 raise
@@ -343,6 +353,11 @@ def settle_run_dir(recipe: Recipe) -> Recipe:
             return named
         if lock is not None:
             lock.release()
+        if recipe.run.on_existing == "fail" and not _begun(recipe):
+            raise ConfigError(
+                f"run.mirror={recipe.run.mirror} already holds a run named {recipe.run.name}: go "
+                "on with resume=true, or choose another run.name"
+            )
         if recipe.run.on_existing == "fail":
             saved = list_checkpoints(recipe.run_dir)
             way = "go on with resume=true" if saved else "remove the folder"
@@ -350,6 +365,16 @@ def settle_run_dir(recipe: Recipe) -> Recipe:
                 f"{recipe.run_dir} already holds a run: {way}, or choose another run.name"
             )
     raise AssertionError("numbers do not end")
+
+
+def _bring_back(recipe: Recipe, say: Callable[[str], None]) -> None:
+    lock = claim(recipe.run_dir)
+    try:
+        for line in pull(recipe):
+            say(line)
+    except BaseException:
+        lock.release()
+        raise
 
 
 def _begun(recipe: Recipe) -> bool:

@@ -15,6 +15,7 @@ from rock_opd.config import Recipe
 from rock_opd.durable import replace_folder, storing
 from rock_opd.errors import RockOPDError, StorageError
 from rock_opd.journal import Journal
+from rock_opd.mirror import Mirror, Pushed
 from rock_opd.progress import Progress
 from rock_opd.runlog import RunLog
 from rock_opd.saver import Saved, Saver
@@ -34,6 +35,7 @@ class Keeper:
             roles.students,
             timeout_s=recipe.run.phase_timeout_s,
         )
+        self._mirror: Mirror | None = None
         self._telling = False
         self.saved_step = -1
         """Step of the newest checkpoint of this run, written or on its way."""
@@ -46,11 +48,16 @@ class Keeper:
 
         Raises:
             StorageError: the folder cannot be used at all.
+            ConfigError: there can be no mirror where the recipe wants it.
         """
         self._log = RunLog(self._recipe, resume_step=resume_step, on_error=self._cannot_store)
         self._journal = Journal(self._recipe.run_dir, fingerprint=fingerprint)
         if resume_step is None:
             self._journal.clear()
+        if self._recipe.run.mirror is not None:
+            self._mirror = mirror = Mirror(self._recipe, resume_step=resume_step)
+            self._saver.spared = lambda: mirror.in_use
+            mirror.wake(self._progress.step)
         return self._log, self._journal
 
     def save(self, step: int, *, checkpoint: bool = True, hf: bool = False) -> None:
@@ -87,13 +94,38 @@ class Keeper:
 
     def look(self) -> None:
         """Gives their names to what is whole by now; a write that failed is told here."""
+        if self._mirror is not None and (pushed := self._mirror.poll()) is not None:
+            self._tell_pushed(pushed, "it is tried again with the next checkpoint")
         if self._saver.busy:
             with self.disk():
                 self._tell(self._saver.poll())
 
     def close(self) -> None:
         """Nothing may be saved after it."""
-        self._saver.close()
+        if self._mirror is None:
+            self._saver.close()
+
+    def finish_mirror(self) -> None:
+        """At the end, when all is on disk: waits until it is at the mirror too.
+
+        Raises:
+            StorageError: it is not, unless the recipe says to go on.
+        """
+        if self._mirror is None:
+            return
+        self._progress.phase = "mirror"
+        try:
+            self._mirror.finish(
+                self._progress.step,
+                timeout_s=self._recipe.run.phase_timeout_s,
+                tell=lambda pushed: self._tell_pushed(pushed, "it is tried again"),
+            )
+        except StorageError as error:
+            self._cannot_store(error)
+        finally:
+            for kind in ("checkpoint", "hf"):
+                self._saver.prune(kind)  # what was spared
+            self._saver.close()
 
     def save_model(self, name: str) -> None:
         """The student as a model folder, in place of the one of that name when it is whole."""
@@ -127,6 +159,24 @@ class Keeper:
                 steps = [step for step, _ in list_checkpoints(self._recipe.run_dir)]
                 # The newest may turn out damaged: the one before it needs its steps again.
                 self._journal.prune(min(steps[-2:], default=0))
+
+        if saved and self._mirror is not None:
+            self._mirror.wake(self._progress.step)
+
+    def _tell_pushed(self, pushed: Pushed, then: str) -> None:
+        """A network that fails for a while ends no run: it is told, and counts at the end."""
+        step = self._progress.step
+        if pushed.error is not None:
+            self._progress.say(f"step {step}: {pushed.error}; {then}")
+            self._log.event("mirror", step, error=str(pushed.error))
+        elif pushed.folders:
+            self._log.event(
+                "mirror",
+                step,
+                folders=pushed.folders,
+                num_bytes=pushed.num_bytes,
+                seconds=pushed.seconds,
+            )
 
     def _cannot_store(self, error: StorageError) -> None:
         """

@@ -31,6 +31,7 @@ from rock_opd.inputs import (
     role_facts,
     role_problems,
 )
+from rock_opd.mirror import open_store, probe
 from rock_opd.models import (
     ModelFacts,
     load_tokenizer,
@@ -60,6 +61,8 @@ def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) ->
     report.add("ok", f"recipe {recipe.run.name}: every key and value is accepted")
     _check_packages(report)
     _check_parts(report, recipe)
+    if recipe.run.mirror is not None:
+        _check_mirror(report, recipe, static=static)
     facts: dict[str, ModelFacts] = {}
     if static:
         report.add(
@@ -138,6 +141,16 @@ def package_findings(versions: dict[str, str]) -> list[Finding]:
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         found.append(Finding("ok", f"packages: {listed}"))
     return found
+
+
+def _check_mirror(report: CheckReport, recipe: Recipe, *, static: bool) -> None:
+    try:
+        if static:
+            report.add("info", f"mirror: {open_store(recipe).uri} not tried (--static)")
+        else:
+            report.add("ok", probe(recipe))
+    except RockOPDError as error:
+        report.add("fail", str(error))
 
 
 # --- the recipe's parts against each other --------------------------------------------------------

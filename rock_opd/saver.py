@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Saver:
         Args:
             timeout_s: limit of waiting for a round to end.
         """
+        self.spared: Callable[[], Collection[Path]] = tuple
+        """Folders that somebody reads now: removed next time."""
         self._run_dir, self._cfg, self._students = run_dir, cfg, students
         self._timeout_s = timeout_s
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-disk")
@@ -188,7 +191,7 @@ class Saver:
                 inside = {f"{job.by_students.name}/{name}": f for name, f in files.items()}
                 seal(job.partial, job.step, inside | (job.own.result() if job.own else {}))
             replace_folder(job.partial, final)
-        self._prune(job.kind)
+        self.prune(job.kind)
         return Saved(
             kind=job.kind,
             step=job.step,
@@ -197,14 +200,18 @@ class Saver:
             held_up_s=job.held_up_s,
         )
 
-    def _prune(self, kind: str) -> None:
+    def prune(self, kind: str) -> None:
+        """Removes what is older than the recipe keeps."""
         if kind == "checkpoint":
             keep, found = self._cfg.keep_last, list_checkpoints(self._run_dir)
         else:
             keep = self._cfg.keep_hf
             names = (p for p in (self._run_dir / "hf").glob("step_*"))
             found = sorted((0, p) for p in names if re.fullmatch(r"step_\d+", p.name))
+        spared = self.spared()
         for _, old in found[:-keep] if keep else []:
+            if old in spared:
+                continue
             # Off the list at once; removing many gigabytes may take long.
             going = old.with_name(old.name + ".old.partial")
             with suppress(OSError):

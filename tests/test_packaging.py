@@ -56,7 +56,7 @@ def version_of(pin: Requirement) -> str:
 def test_the_extras_that_the_readme_names_are_there(metadata):
     parsed = Parser().parsestr((metadata / "METADATA").read_text())
     extras = set(parsed.get_all("Provides-Extra"))
-    assert extras == {"cpu", "gpu", "quickstart", "verl", "wandb", "mlflow", "dev"}
+    assert extras == {"cpu", "gpu", "quickstart", "verl", "wandb", "mlflow", "s3", "gcs", "dev"}
     assert parsed["Requires-Python"].startswith(">=3.11") or "3.11" in parsed["Requires-Python"]
 
 
