@@ -3,6 +3,7 @@ offline commands. Parsing and showing, no more."""
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rock_opd.cli_study import COMMANDS
+from rock_opd.cli_study import COMMANDS, OUTPUT_AND_KEEPS, output_option
 from rock_opd.errors import (
     EXIT_BAD_INPUT,
     ConfigError,
@@ -28,9 +29,60 @@ if TYPE_CHECKING:
     from rock_opd.progress import Progress, StepLine
 
 EXIT_INTERRUPTED = 130
+BAD_INPUT = (ConfigError, DataError, ModelError, PlacementError)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class Commands(click.Group):
+    """Ctrl-C, and a failure half-way, in any command: what is kept, and the command that goes
+    on."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> click.Context:
+        command = shlex.join(["rock-opd", *args])
+        ctx = super().make_context(info_name, args, parent, **extra)
+        ctx.meta["rock_opd.command"] = command
+        return ctx
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(redact(f"interrupted{_what_next(ctx)}"), err=True)
+            sys.exit(EXIT_INTERRUPTED)
+        except BAD_INPUT:
+            raise
+        except RockOPDError:
+            if _num_kept(ctx):
+                click.echo(redact(f"broke off{_what_next(ctx)}"), err=True)
+            raise
+
+
+def _what_next(ctx: click.Context) -> str:
+    command = ctx.meta["rock_opd.command"]
+    if num := _num_kept(ctx):
+        output, _ = ctx.meta[OUTPUT_AND_KEEPS]
+        return f"; pieces finished and kept for {output}: {num}. To go on: {command}"
+    kept = "; nothing is kept" if OUTPUT_AND_KEEPS in ctx.meta else ""
+    return f"{kept}. To run it again: {command}"
+
+
+def _num_kept(ctx: click.Context) -> int:
+    """Finished pieces of this command that it would not do again."""
+    if OUTPUT_AND_KEEPS not in ctx.meta:
+        return 0
+    output, keeps = ctx.meta[OUTPUT_AND_KEEPS]
+    num = 0
+    for path in (p for keep in keeps for p in glob.glob(glob.escape(str(output)) + keep)):
+        lines = Path(path).read_bytes().count(b"\n") if path.endswith(".jsonl") else 2
+        num += max(0, lines - 1)
+    return num
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="rock_opd")
 def cli() -> None:
     """On-policy distillation with token selection: find Rock Tokens, freeze them, and see what
@@ -52,7 +104,7 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
     from rock_opd.driver import anchor_paths, settle_run_dir
     from rock_opd.driver import train as run
 
-    cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()), say=lambda line: click.echo(line, err=True))
+    cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()))
     click.echo(f"run folder: {cfg.run_dir}", err=True)
     from rock_opd.runlock import claim
 
@@ -170,9 +222,7 @@ def prepare_demo(folder: Path, tiny: bool) -> None:
 @cli.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="JSONL to write."
-)
+@output_option()
 @click.option("--address", help="As for train.")
 def generate(recipe: Path, overrides: tuple[str, ...], output: Path, address: str | None) -> None:
     """Let RECIPE's teacher answer its prompts (stage 1, off-policy): one JSONL row per answer."""
@@ -246,7 +296,7 @@ def main() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         return cli()
-    except (ConfigError, DataError, ModelError, PlacementError) as error:
+    except BAD_INPUT as error:
         click.echo(redact(f"error: {error}"), err=True)
         sys.exit(EXIT_BAD_INPUT)
     except RockOPDError as error:

@@ -3,6 +3,7 @@ more."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from rock_opd.errors import ConfigError
 
 if TYPE_CHECKING:
     from rock_opd.config import Recipe
@@ -29,7 +32,46 @@ def _options(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-OUTPUT = click.option("-o", "--output", required=True, type=PATH, help="What to write.")
+OUTPUT_AND_KEEPS = "rock_opd.output"
+"""Where a command leaves word, for all of its context, of its output and of what it keeps."""
+
+
+def output_option(*, folder: bool = False, keeps: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """``-o``, refused at once where it can never be written.
+
+    Args:
+        folder: the output is a folder; otherwise a file.
+        keeps: glob patterns, to be appended to the output, of finished pieces that the same command
+            goes on after (of a file of JSON lines, the lines after its first).
+    """
+
+    def checked(ctx: click.Context, param: click.Parameter, path: Path) -> Path:
+        _refuse_place(path, folder=folder)
+        ctx.meta[OUTPUT_AND_KEEPS] = (path, keeps)
+        return path
+
+    return click.option(
+        "-o",
+        "--output",
+        required=True,
+        type=PATH,
+        callback=checked,
+        help=f"{'Folder' if folder else 'File'} to write.",
+    )
+
+
+def _refuse_place(path: Path, *, folder: bool) -> None:
+    wanted, other = ("a folder", "a file") if folder else ("a file", "a folder")
+    if os.path.exists(path) and os.path.isdir(path) != folder:
+        raise ConfigError(f"-o {path}: expected {wanted} to write, got {other}; name another")
+    place = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
+    if place != path and not os.path.isdir(place):
+        raise ConfigError(f"-o {path}: {place} is a file, not a folder; name another place")
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"-o {path}: {place} may not be written to; name another place")
+
+
+OUTPUT = output_option()
 RECIPE = click.option(
     "--recipe", type=PATH, help="Recipe whose settings to use; KEY=VALUE override it."
 )
@@ -117,7 +159,7 @@ def _finish(report: Report, as_json: bool) -> None:
 @click.option(
     "--reuse", type=PATH, help="Occurrence file whose responses to score, in place of sampling."
 )
-@OUTPUT
+@output_option(keeps=(".parts/lot_*.parquet",))
 @JSON
 def score(
     overrides: tuple[str, ...],
@@ -302,7 +344,7 @@ def gradients(
 @RECIPE
 @STUDENT
 @ADDRESS
-@OUTPUT
+@output_option(keeps=(".parts.jsonl",))
 @JSON
 def knockout(
     overrides: tuple[str, ...],
@@ -343,7 +385,10 @@ def knockout(
 @click.argument("recipe", type=PATH)
 @OVERRIDES
 @click.option("--address", help="Ray cluster to join; otherwise as for train.")
-@OUTPUT
+@output_option(
+    folder=True,
+    keeps=("/*.report.json", "/*.parts/lot_*.parquet", "/*.parts.jsonl"),
+)
 @JSON
 def study(
     recipe: Path, overrides: tuple[str, ...], address: str | None, output: Path, as_json: bool
@@ -358,7 +403,7 @@ def study(
 
 
 @click.command()
-@OUTPUT
+@output_option(folder=True, keeps=("/results/*.json",))
 @click.option("--seeds", default=5, type=click.IntRange(1), show_default=True)
 @click.option("--quick", is_flag=True, help="Fewer conditions and shorter runs: a look, no result.")
 @JSON

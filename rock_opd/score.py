@@ -190,22 +190,14 @@ def score(
     num_rows = 0
     if parts.todo():
         newlines = newline_counts(tokenizer, width)
-        try:
-            begun = time.monotonic()
-            with engines(
-                recipe, samples=source.samples, num_real_ids=width, address=address, say=say
-            ) as roles:
-                seconds["start"] = time.monotonic() - begun
-                num_rows = _measure_lots(
-                    recipe, source, parts, roles, info, newlines, seconds=seconds, track=track
-                )
-        except BaseException:  # Ctrl-C too
-            if kept := source.num_lots - len(parts.todo()):
-                say(
-                    f"broke off: {kept} of {source.num_lots} lots are kept in {parts.folder}; the "
-                    "same command goes on after them"
-                )
-            raise
+        begun = time.monotonic()
+        with engines(
+            recipe, samples=source.samples, num_real_ids=width, address=address, say=say
+        ) as roles:
+            seconds["start"] = time.monotonic() - begun
+            num_rows = _measure_lots(
+                recipe, source, parts, roles, info, newlines, seconds=seconds, track=track
+            )
     with _timed(seconds, "merge"):
         num_samples = merge(parts.files, output)
         parts.remove()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from rock_opd.cli import _duration, cli, main, step_line
-from rock_opd.errors import ConfigError
+from rock_opd.cli import Commands, _duration, cli, main, step_line
+from rock_opd.cli_study import output_option
+from rock_opd.errors import ConfigError, NumericsError
 from rock_opd.progress import StepLine
 
 RECIPE = """
@@ -102,7 +106,6 @@ def test_an_unknown_command_is_status_2():
 
 def test_a_run_that_fails_is_status_1(monkeypatch, capsys):
     from rock_opd import cli as module
-    from rock_opd.errors import NumericsError
 
     for error, status in ((NumericsError("NaN"), 1), (ConfigError("no"), 2)):
 
@@ -122,6 +125,122 @@ def test_a_step_line_tells_step_kl_speed_share_and_time_left():
     )
     assert step_line(line) == "step 3/9  KL 0.2500  1,234 tokens/s  frozen 12.5%  1m15s left"
     assert [_duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
+
+
+WITH_OUTPUT = {
+    c.name: c for c in cli.commands.values() if any(p.name == "output" for p in c.params)
+}
+
+
+def given(command: click.Command, output: Path) -> list[str]:
+    """The least that can be typed."""
+    args = [command.name]
+    for param in (p for p in command.params if p.required and p.name != "output"):
+        args += ["x"] if isinstance(param, click.Argument) else [param.opts[0], "x"]
+    return [*args, "-o", str(output)]
+
+
+def test_every_long_command_has_its_output_checked():
+    offline = {"score", "rocks", "cutoff", "evolve", "gradients", "knockout", "study", "planted"}
+    assert set(WITH_OUTPUT) == offline | {"generate"}
+
+
+@pytest.mark.parametrize("command", WITH_OUTPUT.values(), ids=str)
+def test_an_output_that_can_never_be_written_is_refused_at_once(command, tmp_path):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.write_text("mine")
+    folder.mkdir()
+    wants_folder = command.name in ("study", "planted")
+    in_the_way = file if wants_folder else folder
+    for output, says in (
+        (in_the_way, f"expected {'a folder' if wants_folder else 'a file'} to write, got"),
+        (file / "below" / "x", f"{file} is a file, not a folder"),
+    ):
+        error = CliRunner().invoke(cli, given(command, output)).exception
+        assert isinstance(error, ConfigError) and says in str(error)
+        assert "\n" not in str(error)
+    assert file.read_text() == "mine"
+
+
+def test_an_output_in_the_way_is_one_line_and_status_2(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    done = run("planted", "-o", "file", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: -o file: expected a folder to write, got a file; name another\n"
+
+
+def broken(keeps: tuple[str, ...], error: BaseException, *files: tuple[str, str]) -> click.Group:
+    """A command that keeps its finished pieces beside its output, and breaks off."""
+    group = Commands("rock-opd")
+
+    @group.command()
+    @output_option(keeps=keeps)
+    @click.argument("overrides", nargs=-1)
+    def work(output: Path, overrides: tuple[str, ...]) -> None:
+        for name, text in files:
+            path = Path(f"{output}{name}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        raise error
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ((), "nothing is kept. To run it again: "),
+        ((("/results/a.json", ""),), "pieces finished and kept for {out}: 1. To go on: "),
+        ((("/results/a.json", ""), ("/b.json", "")), "pieces finished and kept for {out}: 1."),
+        (
+            (("/results/a.json", ""), (".parts.jsonl", "head\none\ntwo\n")),
+            "pieces finished and kept for {out}: 3.",
+        ),
+        (((".parts.jsonl", "head\n"),), "nothing is kept"),
+    ],
+)
+def test_ctrl_c_is_status_130_and_says_what_is_kept_and_how_to_go_on(tmp_path, files, says):
+    out = tmp_path / "my out [1]"
+    group = broken(("/results/*.json", ".parts.jsonl"), KeyboardInterrupt(), *files)
+    done = CliRunner().invoke(group, ["work", "-o", str(out), "a.b=c d"])
+    assert done.exit_code == 130
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("interrupted; " + says.format(out=out))
+    assert line.endswith(f": rock-opd work -o '{out}' 'a.b=c d'")
+
+
+@pytest.mark.parametrize(
+    ("error", "files", "says"),
+    [
+        (NumericsError("NaN"), [("/a.json", "")], "broke off; pieces finished and kept"),
+        (NumericsError("NaN"), [], ""),
+        (ConfigError("other settings; remove it"), [("/a.json", "")], ""),
+    ],
+)
+def test_a_failure_half_way_says_how_to_go_on_and_bad_input_does_not(tmp_path, error, files, says):
+    group = broken(("/*.json",), error, *files)
+    done = CliRunner().invoke(group, ["work", "-o", str(tmp_path / "out")])
+    assert done.exception is error
+    assert done.stderr.startswith(says) and bool(done.stderr) == bool(says)
+
+
+def test_a_command_that_is_stopped_for_real_is_status_130(tmp_path):
+    args = ["planted", "--quick", "--seeds", "1", "-o", "out"]
+    (tmp_path / "out" / "results").mkdir(parents=True)
+    (tmp_path / "out" / "results" / "done.json").write_text("[]")
+    with subprocess.Popen(
+        [sys.executable, "-m", "rock_opd", *args], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as process:
+        limit = time.monotonic() + 120
+        while not (tmp_path / "out" / "pairs").exists() and time.monotonic() < limit:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == (
+        "interrupted; pieces finished and kept for out: 1. To go on: rock-opd planted --quick "
+        "--seeds 1 -o out"
+    )
 
 
 def test_errors_survive_pickling():

@@ -225,8 +225,6 @@ def test_a_start_that_broke_off_goes_on_and_ends_as_if_it_had_not(bench, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         bench.score(engines=first)
     parts = bench.output.with_name("occ.parquet.parts")
-    assert bench.lines[-1].startswith(f"broke off: 2 of 4 lots are kept in {parts}")
-    assert "same command goes on" in bench.lines[-1]
     assert len(list(parts.glob("*.parquet"))) == 2 and not bench.output.exists()
 
     second = Engines()
@@ -425,8 +423,8 @@ def test_reusing_goes_on_after_a_break_too(bench, occurrences_of_a_run):
 
     with pytest.raises(NumericsError):
         bench.score(engines=breaking, reuse=occurrences_of_a_run)
-    assert "broke off: 2 of 8 lots" in bench.lines[-1]
     bench.score(reuse=occurrences_of_a_run)
+    assert "2 of 8 lots are there already; going on after them" in bench.lines
     assert len(rollouts(bench.output)) == 40
 
 
