@@ -104,7 +104,7 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
     from rock_opd.driver import anchor_paths, settle_run_dir
     from rock_opd.driver import train as run
 
-    cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()))
+    cfg = settle_run_dir(anchor_paths(cfg, Path.cwd()), say=lambda line: click.echo(line, err=True))
     click.echo(f"run folder: {cfg.run_dir}", err=True)
     from rock_opd.runlock import claim
 
