@@ -340,6 +340,45 @@ def test_what_would_waste_a_run_is_a_warning(recipe, overrides, text):
     assert any(text in warning for warning in of_level(report, "warn"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (
+            ("policy.score=mean", "policy.window_radius=2", "policy.hysteresis=0.1"),
+            "policy.name=all does not read policy.score=mean, policy.hysteresis=0.1, "
+            "policy.window_radius=2: they",
+        ),
+        (
+            ("policy.name=list", "policy.ids_file=x.json", "policy.top_k=7", "policy.lam=0.5"),
+            "policy.name=list does not read policy.top_k=7: they",
+        ),
+        (
+            ("policy.name=rock_freeze", "policy.control_may_use_dropped=true"),
+            "does not read policy.control_may_use_dropped=True",
+        ),
+        (
+            ("policy.name=rock_freeze", "policy.window_threshold=q0.5"),
+            "policy.window_threshold=q0.5 is not read with policy.window_radius=0",
+        ),
+        (
+            ("policy.name=rock_freeze", "policy.lam=0.5", "policy.audit_share=0.5"),
+            "policy.audit_share=0.5 is not read with policy.lam above 0",
+        ),
+        (("policy.name=rock_freeze", "probe.window=3"), "so probe.window=3 decide nothing"),
+        (("policy.score=rock_ctx", "probe.window=3"), "so probe.window=3 decide nothing"),
+        (("policy.name=random_matched", "policy.top_k=7", "policy.score=mean"), None),
+        (("policy.name=rock_freeze", "policy.score=rock_ctx", "probe.window=3"), None),
+    ],
+)
+def test_keys_that_the_run_does_not_read_are_named(recipe, overrides, named):
+    lines = [
+        text
+        for text in of_level(check(recipe(*overrides), static=True), "warn")
+        if "not read" in text or "decide nothing" in text
+    ]
+    assert not lines if named is None else any(named in line for line in lines)
+
+
 def test_tensor_parallel_on_cpu_fails(recipe):
     assert check(recipe("teacher.tensor_parallel=2"), static=True).failed
 

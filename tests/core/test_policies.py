@@ -12,6 +12,7 @@ from rock_opd.core.policies import POLICIES, TypePolicy, audit_rng, make_policy
 from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.core.selection import select_types
 from rock_opd.core.windows import rock_windows, spans
+from rock_opd.dead_keys import READ_BY
 from rock_opd.errors import ConfigError, DataError
 from rock_opd.types import FreezeMask, StepSignals, TokenWeights
 
@@ -64,6 +65,37 @@ def rocks_of(registry: Registry) -> np.ndarray:
     return select_types(
         registry.score(), registry.stats.count, top_k=12, drop_most_frequent=2, min_count=5
     )
+
+
+OTHER = {
+    "lam": 0.5, "score": "mean", "top_k": 3, "threshold": 100.0, "hysteresis": 0.5,
+    "drop_most_frequent": 4, "control_may_use_dropped": True, "min_count": 30, "warmup_steps": 4,
+    "refresh_every": 2, "audit_share": 0.5, "window_radius": 2, "window_threshold": "-1.0",
+}  # fmt: skip
+"""Another value of every key that a policy by type may read, beside what ``RULE`` says."""
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_check_calls_dead_the_keys_that_change_nothing_and_no_others(name):
+    # Windows are on, so that their threshold counts, and many types dropped, so that controls miss
+    # them; the loss stands for the log-ratio.
+    base = {"ids": np.array([1, 5, 7, 9], np.int32), "window_radius": 1, "drop_most_frequent": 40}
+
+    def course(**changed) -> list[tuple[bytes, bytes]]:
+        policy = make_policy(name, **{**RULE, **base, **changed})
+        registry, found = Registry(V), []
+        for step in range(1, 12):
+            policy.refresh(step, registry)
+            ids, loss = step_rows(step)
+            signals = replace(signals_of(ids), student_logprobs=loss)
+            weights = policy.weights(signals, policy.mask, rng=audit_rng(3, step))
+            registry.update(TokenStats.from_rows(ids, loss, weights.measure, loss, num_types=V))
+            found.append((weights.weight.tobytes(), weights.measure.tobytes()))
+        return found
+
+    unchanged = course()
+    read = {key for key, value in OTHER.items() if course(**{key: value}) != unchanged}
+    assert read == READ_BY[name] & set(OTHER)
 
 
 # Weights
