@@ -28,7 +28,8 @@ from rock_opd.durable import in_bytes
 from rock_opd.errors import ConfigError, PlacementError
 from rock_opd.faultlog import Restart
 from rock_opd.inputs import Inputs, load_inputs
-from rock_opd.mirror import holds_run, pull
+from rock_opd.mirror import pull
+from rock_opd.mirror_store import holds_run
 from rock_opd.models import stop_token_ids, trust_code
 from rock_opd.progress import Progress
 from rock_opd.runlock import RunTaken, claim

@@ -15,20 +15,18 @@ import os
 import re
 import shutil
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from rock_opd.checkpoint import COMPLETE, flaw, list_checkpoints, seal_text
 from rock_opd.config import Recipe
 from rock_opd.durable import FileFacts, file_facts, storing
-from rock_opd.errors import ConfigError, DataError, StorageError
-from rock_opd.redact import redact
+from rock_opd.errors import DataError, StorageError
+from rock_opd.mirror_store import Job, Store, limited, open_store, reason
 from rock_opd.runlock import NAME as LOCK
 
 LOGS = ("metrics.jsonl", "events.jsonl")
@@ -38,193 +36,9 @@ MODELS = ("best", "model")
 OWNER = "mirror.json"
 ASIDE = "before_mirror"
 STAGING = "pulled.partial"
-PROBE_S = 60.0
-"""Limit of a look at the mirror before the run starts."""
 END_ATTEMPTS, END_PAUSE_S = 3, 2.0
 """Pushes at the end of a run that may fail in a way that passes."""
 POLL_S = 0.05
-
-_T = TypeVar("_T")
-
-
-# --- the place ------------------------------------------------------------------------------------
-
-
-class Store:
-    """One folder of a file system that fsspec knows. Every failure there is a ``StorageError``."""
-
-    def __init__(self, uri: str) -> None:
-        """
-        Raises:
-            ConfigError: fsspec knows no such protocol, or what it needs for it is not installed.
-        """
-        import fsspec
-
-        self.uri, protocol = uri, uri.partition("://")[0]
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except ValueError:
-            raise ConfigError(
-                f"run.mirror={uri}: fsspec knows no protocol '{protocol}'; it knows file, s3, gs, "
-                "abfs, sftp and others"
-            ) from None
-        except ImportError as error:
-            extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
-            todo = f"pip install 'rock-opd[{extra}]'" if extra else "install it on every node"
-            raise ConfigError(
-                f"run.mirror={uri}: a package is missing ({_reason(error)}): {todo}"
-            ) from None
-        self.is_local = protocol in ("file", "local")
-        try:
-            more = {"auto_mkdir": True} if self.is_local else {}
-            self._fs, self._root = fsspec.core.url_to_fs(uri, **more)
-        except Exception as error:  # whatever the file system's own library raises
-            raise ConfigError(f"run.mirror={uri}: cannot be opened: {_reason(error)}") from None
-
-    @property
-    def path(self) -> Path:
-        """Where it lies, when it is a folder of this machine."""
-        return Path(self._root)
-
-    def _at(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}"
-
-    def files(self) -> dict[str, int]:
-        """Sizes of all files, by path relative to the folder; empty when there is none."""
-        with self._doing("read"):
-            self._fs.invalidate_cache()
-            found = self._fs.find(self._root, detail=True)
-        prefix = self._at("").lstrip("/")
-        return {
-            path.lstrip("/").removeprefix(prefix): int(facts["size"] or 0)
-            for path, facts in found.items()
-            if path.lstrip("/").startswith(prefix)
-        }
-
-    def read(self, name: str) -> bytes:
-        with self._doing("read", name):
-            return self._fs.cat_file(self._at(name))
-
-    def get(self, name: str, to: Path) -> None:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with self._doing("read", name):
-            self._fs.get_file(self._at(name), str(to))
-
-    def put(self, file: Path, name: str) -> None:
-        with self._doing("written", name):
-            self._fs.put_file(str(file), self._at(name))
-
-    def put_bytes(self, data: bytes, name: str) -> None:
-        with self._doing("written", name):
-            self._fs.pipe_file(self._at(name), data)
-
-    def remove(self, name: str) -> None:
-        """One file; one that is gone is no error."""
-        with self._doing("removed", name), suppress(FileNotFoundError):
-            self._fs.rm(self._at(name))
-
-    def remove_folder(self, name: str) -> None:
-        """What says that it is whole goes first."""
-        self.remove(f"{name}/{COMPLETE}")
-        with self._doing("removed", name), suppress(FileNotFoundError):
-            self._fs.rm(self._at(name), recursive=True)
-
-    @contextmanager
-    def _doing(self, what: str, name: str = "") -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # whatever the file system's own library raises
-            where = f"{self.uri.rstrip('/')}/{name}" if name else self.uri
-            raise StorageError(f"mirror: {where} could not be {what}: {_reason(error)}") from None
-
-
-def _reason(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return redact(" ".join(text.split()))[:300] or type(error).__name__
-
-
-def open_store(recipe: Recipe) -> Store:
-    """Where the run is mirrored to.
-
-    Raises:
-        ConfigError: it cannot be: unknown protocol, a package missing, or the run's own folder.
-    """
-    mirror = recipe.run.mirror
-    assert mirror is not None
-    store = Store((mirror if mirror.endswith("/") else mirror + "/") + recipe.run.name)
-    if store.is_local:
-        there, here = store.path.resolve(), recipe.run_dir.resolve()
-        if there.is_relative_to(here) or here.is_relative_to(there):
-            raise ConfigError(
-                f"run.mirror={mirror}: {there} and the run's folder {here} are one; name another "
-                "disk or store"
-            )
-    return store
-
-
-def probe(recipe: Recipe) -> str:
-    """Writes a small file to the mirror, reads and removes it; what there is to say.
-
-    Raises:
-        ConfigError, StorageError: it cannot be used.
-    """
-    store = open_store(recipe)
-    name = f".rock_opd_probe_{uuid.uuid4().hex}"
-
-    def try_it() -> bool:
-        root = Store(recipe.run.mirror or "")
-        root.put_bytes(name.encode(), name)
-        try:
-            if root.read(name) != name.encode():
-                raise StorageError(f"mirror: {root.uri} gives back something else than was put")
-        finally:
-            root.remove(name)
-        return bool(store.files())
-
-    held = _limited(try_it, PROBE_S, f"mirror: {store.uri} did not answer")
-    return f"mirror: {store.uri} takes, gives and removes a file" + (
-        "; it holds a run of this name" if held else ""
-    )
-
-
-def holds_run(recipe: Recipe) -> bool:
-    """Whether something of a run of this name is at the mirror.
-
-    Raises:
-        ConfigError, StorageError: nobody can tell.
-    """
-    store = open_store(recipe)
-    return bool(_limited(store.files, PROBE_S, f"mirror: {store.uri} did not answer"))
-
-
-def _limited(call: Callable[[], _T], timeout_s: float, what: str) -> _T:
-    """``call()`` in a thread, waited for so long."""
-    job = _Job(call)
-    job.join(timeout_s)
-    if job.is_alive():
-        raise StorageError(f"{what} in {timeout_s:g} s")
-    if job.error is not None:
-        raise job.error
-    return job.result
-
-
-class _Job(threading.Thread):
-    """A call that does not keep the process alive."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__(name="mirror", daemon=True)
-        self._call = call
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self._call()
-        except Exception as error:  # told by whoever waits
-            self.error = error
-
-
 # --- behind the run -------------------------------------------------------------------------------
 
 
@@ -257,7 +71,7 @@ class Mirror:
         self._resume_step = resume_step or 0
         self._id = uuid.uuid4().hex
         self._claimed = False
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._wanted: int | None = None
         self._sent: dict[str, FileFacts | int] = {}
         """Files this process has put, as they were."""
@@ -288,7 +102,7 @@ class Mirror:
         )
         copies = copies[-self._recipe.checkpoint.keep_hf :]  # 0 keeps all
         self.in_use = frozenset([*copies, *([checkpoint] if checkpoint else [])])
-        self._job = _Job(lambda: self._push(step, checkpoint, copies))
+        self._job = Job(lambda: self._push(step, checkpoint, copies))
 
     @property
     def busy(self) -> bool:
@@ -303,7 +117,7 @@ class Mirror:
         self._begin()
         if job.error is None:
             return job.result
-        why = f"mirror: {type(job.error).__name__}: {_reason(job.error)}"
+        why = f"mirror: {type(job.error).__name__}: {reason(job.error)}"
         return Pushed(folders=(), num_bytes=0, seconds=0.0, error=StorageError(why))
 
     def finish(self, step: int, *, timeout_s: float, tell: Callable[[Pushed], None]) -> None:
@@ -358,7 +172,7 @@ class Mirror:
         except StorageError as failed:
             error = failed
         except OSError as failed:  # of the run's own folder
-            error = StorageError(f"mirror: the run's folder could not be read: {_reason(failed)}")
+            error = StorageError(f"mirror: the run's folder could not be read: {reason(failed)}")
         return Pushed(
             folders=tuple(self._folders),
             num_bytes=self._bytes,
@@ -523,7 +337,7 @@ def pull(recipe: Recipe) -> list[str]:
     store = open_store(recipe)
     limit = recipe.run.phase_timeout_s
     what = f"mirror: {store.uri} was not read (see run.phase_timeout_s)"
-    return _limited(lambda: _pull(store, recipe.run_dir), limit, what)
+    return limited(lambda: _pull(store, recipe.run_dir), limit, what)
 
 
 def _pull(store: Store, run_dir: Path) -> list[str]:
@@ -574,7 +388,7 @@ def _get_sealed(store: Store, name: str, there: dict[str, int], to: Path, step: 
                 store.get(f"{name}/{file}", to / file)
         return flaw(to, step)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{COMPLETE} cannot be read ({_reason(error)})"
+        return f"{COMPLETE} cannot be read ({reason(error)})"
 
 
 def _get_rest(store: Store, there: dict[str, int], staging: Path, step: int) -> None:

@@ -19,7 +19,8 @@ from rock_opd.config import Recipe
 from rock_opd.driver import settle_run_dir
 from rock_opd.errors import ConfigError, DataError, StorageError
 from rock_opd.findings import CheckReport
-from rock_opd.mirror import Mirror, Store, holds_run, probe, pull
+from rock_opd.mirror import Mirror, pull
+from rock_opd.mirror_store import Store, holds_run, probe
 from rock_opd.preflight import _check_mirror
 from rock_opd.runlock import claim
 

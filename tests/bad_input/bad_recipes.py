@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from case import Bench, Case
 
-from rock_opd.errors import ConfigError
+from rock_opd.errors import ConfigError, DataError
 from rock_opd.recipe_file import load_recipe
 
 SOUND = b"""data: {prompts: p.jsonl}
@@ -62,6 +63,39 @@ def _resume_nothing(bench: Bench) -> object:
     from rock_opd.driver import settle_run_dir
 
     return settle_run_dir(bench.recipe("resume=true"))
+
+
+def _mirror(uri: str) -> Callable[[Bench], object]:
+    """A run about to start, with this mirror."""
+
+    def run(bench: Bench) -> object:
+        from rock_opd.driver import settle_run_dir
+
+        return settle_run_dir(bench.recipe(f"run.mirror={uri.format(folder=bench.folder)}"))
+
+    return run
+
+
+def _mirror_lacks_package(bench: Bench) -> object:
+    """A store whose package nobody has."""
+    import fsspec
+
+    fsspec.register_implementation(
+        "lacking", "no_such_package.FileSystem", clobber=True, errtxt="Install lackingfs"
+    )
+    return _mirror("lacking://bucket")(bench)
+
+
+def _mirror_taken(bench: Bench) -> object:
+    bench.write("mirror/run/config.yaml", b"")
+    return _mirror("file://{folder}/mirror")(bench)
+
+
+def _mirror_torn(bench: Bench) -> object:
+    from rock_opd.driver import settle_run_dir
+
+    bench.write("mirror/run/checkpoints/step_000004/complete.json", b"{")
+    return settle_run_dir(bench.recipe(f"run.mirror=file://{bench.folder}/mirror", "resume=true"))
 
 
 def _from_run(bench: Bench) -> object:
@@ -316,6 +350,65 @@ CASES = [
         _resume_nothing,
         r"resume=true, but .* holds no run",
         "Leave resume out, or name the run.",
+    ),
+    override(
+        "mirror-login",
+        "a mirror with a login in it",
+        "run.mirror=s3://someone:secret@bucket/runs",
+        says=r"run.mirror: s3://\*\*\*@bucket/runs holds a login",
+        todo="Give credentials as the store's own variables or files: see docs/security.md.",
+    ),
+    override(
+        "mirror-path",
+        "a mirror that is a plain path",
+        "run.mirror=/mnt/runs",
+        says=r"run.mirror must be one fsspec URI such as",
+        todo="Write `file:///mnt/runs`.",
+    ),
+    override(
+        "mirror-relative",
+        "a mirror on a relative path",
+        "run.mirror=file://mnt/runs",
+        says=r"names no absolute path; three slashes",
+        todo="Write `file:///mnt/runs`.",
+    ),
+    _said(
+        "mirror-protocol",
+        "a mirror of a protocol nobody knows",
+        _mirror("s33://bucket/runs"),
+        r"run.mirror=s33://bucket/runs/run: fsspec knows no protocol 's33'",
+        "Correct it.",
+    ),
+    _said(
+        "mirror-package",
+        "a mirror whose package is not installed",
+        _mirror_lacks_package,
+        r"a package is missing \(Install lackingfs\): install it on every node",
+        "Install it; for S3 and Google the extras are `[s3]` and `[gcs]`.",
+    ),
+    _said(
+        "mirror-is-the-folder",
+        "a mirror that is the run's own folder",
+        _mirror("file://{folder}/runs"),
+        r"are one; name another disk or store",
+        "Name another place, or leave it out.",
+    ),
+    _said(
+        "mirror-taken",
+        "a new run whose mirror holds a run of its name",
+        _mirror_taken,
+        r"run.mirror=file:.* already holds a run named run: go on with resume=true",
+        "Go on with it, or choose another run.name.",
+    ),
+    Case(
+        id="mirror-torn",
+        area="recipe",
+        wrong="resume where the folder is empty and nothing at the mirror is whole",
+        run=_mirror_torn,
+        error=DataError,
+        says=r"resume: no checkpoint at file:.*: complete.json cannot be read",
+        todo="Start over under another name.",
+        borrowed=r"(?<=cannot be read \().*?(?=\))",
     ),
     _said(
         "from-unfinished-run",
