@@ -408,7 +408,7 @@ CASES = [
         error=DataError,
         says=r"resume: no checkpoint at file:.*: complete.json cannot be read",
         todo="Start over under another name.",
-        borrowed=r"(?<=cannot be read \().*?(?=\))",
+        borrowed=r"(?<=cannot be read \().*(?=\)\);)",
     ),
     _said(
         "from-unfinished-run",
