@@ -15,6 +15,7 @@ import numpy as np
 
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
+from rock_opd.dead_keys import dead_keys
 from rock_opd.errors import RockOPDError
 from rock_opd.findings import CheckReport, Finding
 from rock_opd.footprint import (
@@ -180,6 +181,8 @@ def _check_parts(report: CheckReport, recipe: Recipe) -> None:
             f"policy {policy.name} only observes for policy.warmup_steps={policy.warmup_steps}, "
             f"and run.num_steps={recipe.run.num_steps}: nothing will be frozen",
         )
+    for line in dead_keys(recipe):
+        report.add("warn", line)
     if on_policy and rollout.temperature == 0:
         report.add("warn", "rollout.temperature=0: the student sees only its greedy answers")
     if recipe.run.device == "cpu":
