@@ -1,8 +1,8 @@
 """A real run killed as a whole in the middle of a step, and resumed: it equals the one that was
 not.
 
-Three runs of recipes/debug_cpu.yaml; with ``slow``, a fourth that goes on from the same death
-without its journal and with other workers.
+Four runs of recipes/debug_cpu.yaml. In ``make test`` runs are killed in tests/test_faults.py, and
+stopped and resumed in tests/test_run.py; ``make chaos`` resumes in more ways.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import descendants, kill_all
 from test_run import LIMIT_S, ROOT, command, events, finish, metrics
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS, EVERY, DEATH = 6, 3, 5
 """Steps, steps between checkpoints, the step in which the run dies."""
@@ -110,7 +112,6 @@ def test_a_run_killed_in_a_step_and_resumed_equals_the_uninterrupted_one_bit_by_
     assert_equal(uninterrupted, killed)
 
 
-@pytest.mark.slow  # minutes; the stand-ins of test_coordinator show the same in seconds
 def test_without_the_journal_and_with_other_workers_it_is_the_same_run(
     uninterrupted, killed, tiny_models, folder
 ):
