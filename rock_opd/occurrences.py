@@ -9,14 +9,13 @@ from them), and a rollout without a sampled token leaves no row (``FileInfo.num_
 them).
 
 Writing and reading go row group by row group: memory does not grow with rows. It refuses damaged
-files, rows that are not whole rollouts, and measured rows without a finite loss.
+files, files that were cut, extended or rewritten, rows that are not whole rollouts, and values that
+are no numbers or out of range (``occurrence_rows``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,65 +32,25 @@ import pyarrow.parquet as pq
 from rock_opd.core.context import Positions
 from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.errors import DataError, NumericsError
+from rock_opd.occurrence_format import (
+    SCHEMA,
+    FileInfo,
+    closing_metadata,
+    common_info,
+    files_of,
+    metadata,
+    open_file,
+    row_groups,
+)
+from rock_opd.occurrence_rows import column_fault, sequence_fault
 from rock_opd.types import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1
-METADATA_KEY = b"rock_opd"
-"""FileInfo and format as JSON, in the schema's metadata."""
-NUM_EMPTY_KEY = b"rock_opd_num_empty"
-"""Known only at the end, and so in the footer's."""
 GROUP_TOKENS = 1 << 18
 """Most tokens, prompts included, of one row group: what a reader holds at once (about 30 MB). A
 longer sequence goes alone."""
-
-_NAME = pa.dictionary(pa.int32(), pa.string())
-SCHEMA = pa.schema(
-    [
-        pa.field("sample", pa.int32(), nullable=False),  # running number of the rollout in the file
-        pa.field("prompt_id", _NAME, nullable=False),
-        pa.field("sample_idx", pa.int32(), nullable=False),  # which response to the prompt
-        pa.field("step", pa.int32(), nullable=False),  # of the run; 0: before it
-        pa.field("policy_version", pa.int32(), nullable=False),  # -1: given, not sampled
-        pa.field("token_id", pa.int32(), nullable=False),
-        pa.field("position", pa.int32(), nullable=False),  # place among the sampled tokens
-        pa.field("relative_position", pa.float32(), nullable=False),  # position / max(1, R - 1)
-        pa.field("line", pa.int32(), nullable=False),  # line breaks in the response before it
-        pa.field("column", pa.int32(), nullable=False),  # tokens since the last line break
-        pa.field("sampled_logprob", pa.float32(), nullable=False),  # the sampler's; NaN: given
-        pa.field("logratio", pa.float32(), nullable=False),  # log q - log p of the token; NaN
-        pa.field("kl", pa.float32(), nullable=False),  # nats; NaN where not measured
-        pa.field("measure", pa.float32(), nullable=False),  # 1 / probability of being measured
-        pa.field("student_entropy", pa.float32()),  # nats
-        pa.field("teacher_entropy", pa.float32()),  # nats
-        pa.field("finish_reason", _NAME, nullable=False),
-        pa.field("prefix_ids", pa.list_(pa.int32())),  # unsampled tokens right before this one
-        pa.field("teacher_prefix_ids", pa.list_(pa.int32())),  # first row of a sample only
-        pa.field("prompt_len", pa.int32()),  # first row of a sample only
-        pa.field("teacher_id", _NAME),  # first row of a sample only
-    ]
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileInfo:
-    """What all rows of a file have in common; stored beside them."""
-
-    tokenizer: str
-    """``models.tokenizer_fingerprint``."""
-    num_types: int
-    """V, the shared vocabulary width."""
-    student: str
-    """Name of the model that was measured (folder or hub id as given)."""
-    teacher: str
-    estimator: str
-    """``teacher.payload`` the ``kl`` column was computed from: hidden, topk_tail or sampled."""
-    temperature: float
-    top_p: float
-    num_empty: int = 0
-    """Rollouts without a sampled token: they leave no row. Counted by the writer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +160,7 @@ class OccurrenceWriter:
         """Takes in whole rollouts, one row group or a few.
 
         Raises:
-            NumericsError: a position with ``measure`` > 0 has no finite ``kl``.
+            NumericsError: a value that ``read`` would refuse.
             ValueError: an id beyond ``info.num_types``.
             DataError: the disk is full.
         """
@@ -210,13 +169,15 @@ class OccurrenceWriter:
             raise ValueError(
                 f"token ids {ids.min()} to {ids.max()} reach beyond {self._info.num_types} types"
             )
-        if bad := _unmeasured(rows):
-            raise NumericsError(f"occurrences {self.path}: {bad}")
         self._num_empty += int((rows.counts == 0).sum())
         for start, stop in _groups(rows.rollouts):
             part = rows.select(start, stop)
             if len(part.step):
-                self._file.write(_table(part, self._num_samples, self._newlines))
+                table = _table(part, self._num_samples, self._newlines)
+                estimator, written = self._info.estimator, self._file.num_rows
+                if bad := column_fault(table, estimator=estimator, first_row=written):
+                    raise NumericsError(f"occurrences {self.path}: {bad}")
+                self._file.write(table)
                 self._num_samples += int((part.counts > 0).sum())
 
     def close(self) -> None:
@@ -229,12 +190,12 @@ class _Partial:
 
     def __init__(self, path: Path, info: FileInfo) -> None:
         self._path, self._partial = path, path.with_name(path.name + ".partial")
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(info)})
+        self.num_rows = 0
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._writer = pq.ParquetWriter(
                 self._partial,
-                SCHEMA.with_metadata({METADATA_KEY: text}),
+                SCHEMA.with_metadata(metadata(info)),
                 compression="zstd",
                 use_dictionary=[f.name for f in SCHEMA if not pa.types.is_floating(f.type)],
                 write_page_checksum=True,
@@ -243,10 +204,11 @@ class _Partial:
     def write(self, table: pa.Table) -> None:
         with _writing(self._path):
             self._writer.write_table(table, row_group_size=max(1, len(table)))
+        self.num_rows += len(table)
 
     def close(self, *, num_empty: int) -> None:
         with _writing(self._path):
-            self._writer.add_key_value_metadata({NUM_EMPTY_KEY: str(num_empty)})
+            self._writer.add_key_value_metadata(closing_metadata(num_empty, self.num_rows))
             self._writer.close()
             os.replace(self._partial, self._path)
 
@@ -369,14 +331,14 @@ def merge(parts: Sequence[Path], path: Path) -> int:
         DataError: what ``read_info`` raises of a part (one without rows is fine), no rows in any,
             parts that disagree on more than ``num_empty``, or a place that cannot be written.
     """
-    opened = [_open(part) for part in parts]
-    info = _common(parts, [info for _, info in opened])
+    opened = [open_file(part) for part in parts]
+    info = common_info(parts, [info for _, info in opened])
     if not sum(num_rows for num_rows, _ in opened):
         raise DataError(f"occurrences {path}: no rows: all {info.num_empty} responses are empty")
     file, num_samples = _Partial(path, info), 0
     try:
         for part in parts:
-            for table in _tables(part):
+            for table in row_groups(part):
                 sample = table["sample"].to_numpy()
                 new = num_samples + np.cumsum(np.diff(sample, prepend=sample[0]) != 0)
                 num_samples = int(new[-1]) + 1
@@ -398,9 +360,9 @@ def read_info(path: Path) -> FileInfo:
         DataError: no such file, not parquet, cut short, no occurrence file, no rows, a folder
             without files, or files of a folder that do not belong together.
     """
-    files = _files(path)
-    opened = [_open(file) for file in files]
-    info = _common(files, [info for _, info in opened])
+    files = files_of(path)
+    opened = [open_file(file) for file in files]
+    info = common_info(files, [info for _, info in opened])
     if not sum(num_rows for num_rows, _ in opened):
         raise DataError(f"occurrences {path}: no rows ({info.num_empty} responses were empty)")
     return info
@@ -411,105 +373,38 @@ def read(path: Path) -> Iterator[Occurrences]:
 
     Raises:
         DataError: at once what ``read_info`` raises; while reading, a damaged file, rows that are
-            not whole rollouts, ids beyond the vocabulary, or a position with ``measure`` > 0
-            without a finite ``kl``.
+            not whole rollouts in the order written, ids beyond the vocabulary, a value that is
+            missing, no number or out of range, or two files of a folder with one step.
     """
-    info = read_info(path)
-    return (
-        _occurrences(table, str(file), info.num_types)
-        for file in _files(path)
-        for table in _tables(file)
-    )
+    return _checked(files_of(path), read_info(path))
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise DataError(f"occurrences {path}: no such file or folder")
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("step_*.parquet"))
-    if not files:
-        raise DataError(
-            f"occurrences {path}: the folder holds no step_*.parquet; a run writes them with "
-            "log.occurrences=true"
-        )
-    return files
-
-
-def _open(path: Path) -> tuple[int, FileInfo]:
-    """Number of rows, and what the file says of itself."""
-    try:
-        with pq.ParquetFile(path) as file:
-            num_rows, names = file.metadata.num_rows, file.schema_arrow.names
-            stored = file.metadata.metadata or {}
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(_unreadable(path, error)) from None
-    lacking = [name for name in SCHEMA.names if name not in names]
-    if METADATA_KEY not in stored:
-        raise DataError(
-            f"occurrences {path}: a parquet file, but not one of occurrences (it has columns "
-            f"{', '.join(names[:4])}, ...); 'rock-opd score' writes one"
-        )
-    try:
-        said = json.loads(stored[METADATA_KEY])
-        number = said.pop("format")
-        if number != FORMAT:
-            raise DataError(
-                f"occurrences {path}: written in format {number}, this version reads {FORMAT}"
-            )
-        info = FileInfo(**{**said, "num_empty": int(stored[NUM_EMPTY_KEY])})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"occurrences {path}: its metadata is damaged: {error}") from None
-    if lacking:
-        raise DataError(f"occurrences {path}: columns are missing: {', '.join(lacking)}")
-    return num_rows, info
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    why = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"occurrences {path}: cut short, damaged or no parquet file: {why}"
-
-
-def _common(files: Sequence[Path], infos: Sequence[FileInfo]) -> FileInfo:
-    """What all files say, their empty rollouts added up."""
-    for file, info in zip(files, infos, strict=True):
-        for f in dataclasses.fields(FileInfo):
-            ours, theirs = getattr(info, f.name), getattr(infos[0], f.name)
-            if f.name != "num_empty" and ours != theirs:
+def _checked(files: Sequence[Path], info: FileInfo) -> Iterator[Occurrences]:
+    last_step = -1
+    for file in files:
+        row, last_sample = 0, -1
+        for table in row_groups(file):
+            bad = column_fault(table, estimator=info.estimator, first_row=row)
+            bad = bad or sequence_fault(table, first_row=row, last_sample=last_sample)
+            if bad:
+                raise DataError(f"occurrences {file}: {bad}")
+            if row == 0 and len(files) > 1 and (step := table["step"][0].as_py()) <= last_step:
                 raise DataError(
-                    f"occurrences {file}: {f.name} is {ours}, but {theirs} in {files[0].name}: "
-                    "the files do not belong together"
+                    f"occurrences {file}: its step {step} stands in the files before it already; "
+                    "was a file copied?"
                 )
-    return dataclasses.replace(infos[0], num_empty=sum(info.num_empty for info in infos))
-
-
-def _tables(path: Path) -> Iterator[pa.Table]:
-    """Row groups, columns in the order of ``SCHEMA``."""
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for i in range(file.num_row_groups):
-                table = file.read_row_group(i, columns=SCHEMA.names).select(SCHEMA.names)
-                if len(table):
-                    yield table
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(_unreadable(path, error)) from None
+            yield _occurrences(table, str(file), info.num_types)
+            row += len(table)
+            last_sample, last_step = table["sample"][-1].as_py(), table["step"][-1].as_py()
 
 
 def _occurrences(table: pa.Table, where: str, num_types: int) -> Occurrences:
-    """The records of one row group."""
+    """The records of one row group, whose rows are sound."""
     num = len(table)
     sample = table["sample"].to_numpy()
     first = np.flatnonzero(np.diff(sample, prepend=sample[0] - 1))
-    counts = np.diff(first, append=num)
     at_first = table.take(pa.array(first))
     lengths = pc.fill_null(pc.list_value_length(table["prefix_ids"]), 0).to_numpy()
-    whole = table["position"].to_numpy() == np.arange(num) - np.repeat(first, counts)
-    whole[first] &= lengths[first] > 0
-    if not whole.all() or at_first["prompt_len"].null_count or at_first["teacher_id"].null_count:
-        raise DataError(
-            f"occurrences {where}: sample {sample[whole.argmin()]} lacks rows; a file that was "
-            "filtered or sorted no longer holds its sequences"
-        )
     ids = table["token_id"].to_numpy()
     if not 0 <= ids.min() <= ids.max() < num_types:
         raise DataError(
@@ -547,7 +442,7 @@ def _occurrences(table: pa.Table, where: str, num_types: int) -> Occurrences:
     def entropies(name: str) -> np.ndarray | None:
         return None if table[name].null_count == num else table[name].to_numpy()
 
-    rows = Occurrences(
+    return Occurrences(
         rollouts=rollouts,
         step=table["step"].to_numpy(),
         kl=table["kl"].to_numpy(),
@@ -555,29 +450,6 @@ def _occurrences(table: pa.Table, where: str, num_types: int) -> Occurrences:
         logratio=table["logratio"].to_numpy(),
         student_entropy=entropies("student_entropy"),
         teacher_entropy=entropies("teacher_entropy"),
-    )
-    if bad := _unmeasured(rows, sample[first]):
-        raise DataError(f"occurrences {where}: {bad}")
-    return rows
-
-
-def _unmeasured(rows: Occurrences, numbers: np.ndarray | None = None) -> str | None:
-    """Which positions were to be measured and have no finite loss.
-
-    Args:
-        numbers: the rollouts' numbers in their file, for the message.
-    """
-    bad = np.flatnonzero((rows.measure > 0) & ~np.isfinite(rows.kl))
-    if not len(bad):
-        return None
-    ends = np.cumsum(rows.counts)
-    i = int(np.searchsorted(ends, bad[0], side="right"))
-    position = bad[0] - (ends[i] - rows.counts[i])
-    name = "" if numbers is None else f"sample {numbers[i]}, "
-    return (
-        f"{len(bad)} measured positions have no finite KL, first {name}rollout "
-        f"{rows.rollouts[i].key}, position {position} (token {rows.token_ids[bad[0]]}, KL "
-        f"{rows.kl[bad[0]]}): score the responses again"
     )
 
 

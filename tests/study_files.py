@@ -25,7 +25,7 @@ class Response:
     measure: Sequence[float] | None = None
     """All measured by default."""
     logratio: Sequence[float] | None = None
-    """The KL by default."""
+    """The KL by default, 0 where that is unknown."""
     step: int = 0
 
 
@@ -81,7 +81,9 @@ def write_file(path: Path, info: FileInfo, responses: Sequence[Response]) -> Pat
         columns["step"] += [response.step] * num
         columns["kl"] += list(response.kl)
         columns["measure"] += list(response.measure or [1.0] * num)
-        columns["logratio"] += list(response.kl if response.logratio is None else response.logratio)
+        columns["logratio"] += list(
+            np.nan_to_num(response.kl, nan=0.0) if response.logratio is None else response.logratio
+        )
     rows = Occurrences(
         rollouts=rollouts,
         step=np.array(columns.pop("step"), np.int32),

@@ -17,6 +17,7 @@ import pytest
 import rock_opd.occurrences as module
 from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.errors import DataError, NumericsError
+from rock_opd.occurrence_format import NUM_EMPTY_KEY
 from rock_opd.occurrences import (
     FileInfo,
     Occurrences,
@@ -290,7 +291,9 @@ def test_rows_that_must_not_be_read_are_not_written(tmp_path):
     group = occurrences([rollout(".x"), rollout(".xx", seed=5)])
     kl, measure = np.array([1, np.nan, np.inf], np.float32), np.array([1, 0, 2], np.float32)
     bad = dataclasses.replace(group, kl=kl, measure=measure)
-    with pytest.raises(NumericsError, match=r"1 measured positions.*rollout p2#1, position 1"):
+    with pytest.raises(
+        NumericsError, match=r"column kl, row 2 \(rollout p2#1, position 1, token \d+\): .*got inf"
+    ):
         write(tmp_path / "occ.parquet", [bad])
     with pytest.raises(ValueError, match="reach beyond 3 types"):
         write(tmp_path / "occ.parquet", [group], info=dataclasses.replace(INFO, num_types=3))
@@ -344,7 +347,7 @@ def tampered(path: Path, change) -> Path:
     table = change(table)
     with pq.ParquetWriter(path, table.schema) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata({module.NUM_EMPTY_KEY: stored[module.NUM_EMPTY_KEY]})
+        writer.add_key_value_metadata({NUM_EMPTY_KEY: stored[NUM_EMPTY_KEY]})
     return path
 
 
@@ -401,16 +404,15 @@ def test_a_file_without_rows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "says"),
     [
-        lambda t: t.filter(pc.greater(t["position"], 0)),
-        lambda t: t.filter(pc.not_equal(t["position"], 1)),
-        lambda t: t.take(pa.array(np.random.default_rng(0).permutation(len(t)))),
+        (lambda t: t.filter(pc.greater(t["position"], 0)), r"sample 0 lacks its first rows"),
+        (lambda t: t.filter(pc.not_equal(t["position"], 1)), r"stands behind position 0 of sam"),
     ],
-    ids=["first rows gone", "second rows gone", "shuffled"],
+    ids=["first rows gone", "second rows gone"],
 )
-def test_rows_that_are_no_longer_whole_responses_are_refused(good, change):
-    with pytest.raises(DataError, match=r"sample \d+ lacks rows"):
+def test_rows_that_are_no_longer_whole_responses_are_refused(good, change, says):
+    with pytest.raises(DataError, match=says):
         list(read(tampered(good, change)))
 
 
@@ -425,7 +427,7 @@ def test_a_missing_column_is_named(good):
 def test_a_measured_position_without_a_loss_is_named(good):
     row = 200
     table = pq.read_table(good)
-    sample, position = (table[name][row].as_py() for name in ("sample", "position"))
+    position = table["position"][row].as_py()
 
     def spoil(table: pa.Table) -> pa.Table:
         for name, value in (("measure", 1.0), ("kl", np.nan)):
@@ -436,9 +438,146 @@ def test_a_measured_position_without_a_loss_is_named(good):
         return table
 
     with pytest.raises(
-        DataError, match=rf"occ.parquet: 1 measured .*sample {sample}, .*position {position} "
+        DataError,
+        match=rf"occ.parquet: column kl, row {row} .*position {position}, token \d+\): expected a "
+        r"finite KL, as measure is above 0, got nan; score",
     ):
         build_registry(tampered(good, spoil))
+
+
+def with_value(name: str, row: int, value: object):
+    """One cell changed."""
+
+    def change(table: pa.Table) -> pa.Table:
+        values = table[name].to_pylist()
+        values[row] = value
+        at = table.schema.get_field_index(name)
+        field = table.schema.field(at).with_nullable(True)
+        return table.set_column(at, field, pa.array(values, field.type))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("measure", np.nan, "a finite number, 0 or above, got nan"),
+        ("measure", -1.0, "a finite number, 0 or above, got -1.0"),
+        ("logratio", np.nan, "a finite number, got nan"),
+        ("logratio", np.inf, "a finite number, got inf"),
+        ("sampled_logprob", np.nan, "a finite number, got nan"),
+        ("sampled_logprob", 0.5, r"a log-probability \(rounding: 0.0001\), got 0.5"),
+        ("student_entropy", np.nan, "an entropy of 0 or above"),
+        ("teacher_entropy", -0.25, "an entropy of 0 or above .*got -0.25"),
+        ("relative_position", np.nan, r"expected position / \(rows of the response - 1\) = .*nan"),
+        ("step", -1, "at least 0, got -1"),
+        ("policy_version", -2, "at least -1, got -2"),
+        ("line", -1, "at least 0"),
+        ("kl", None, "a value, got nothing"),
+        ("token_id", None, "a value, got nothing"),
+        ("finish_reason", None, "a value, got nothing"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_its_column_and_row(good, name, value, expected):
+    path = tampered(good, with_value(name, 30, value))
+    with pytest.raises(DataError, match=rf"occ.parquet: column {name}, row 30 .*{expected}"):
+        list(read(path))
+
+
+def test_a_negative_kl_is_rounding_down_to_a_ten_thousandth(tmp_path):
+    group = occurrences([rollout(".xxx")])
+    measure, kl = np.array([1, 1, 0], np.float32), np.array([-9e-5, -2e-6, np.nan], np.float32)
+    rounded = dataclasses.replace(group, measure=measure, kl=kl)
+    (found,) = read(write(tmp_path / "occ.parquet", [rounded]))
+    np.testing.assert_array_equal(found.kl, kl)
+
+    wrong = dataclasses.replace(rounded, kl=np.array([0.1, -2e-4, np.nan], np.float32))
+    with pytest.raises(NumericsError, match=r"column kl, row 1 .*a KL of 0 or above"):
+        write(tmp_path / "occ.parquet", [wrong])
+    sampled = dataclasses.replace(INFO, estimator="sampled")  # a log-ratio, of either sign
+    assert len(list(read(write(tmp_path / "occ.parquet", [wrong], info=sampled)))) == 1
+
+
+def test_a_negative_kl_of_somebody_elses_hand_is_refused(good):
+    row = int(np.flatnonzero(pq.read_table(good)["measure"].to_numpy() > 0)[7])
+    with pytest.raises(DataError, match=rf"column kl, row {row} .*0 or above .*got -0.3"):
+        list(read(tampered(good, with_value("kl", row, -0.3))))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: pa.concat_tables([t, t]), r"column sample, row \d+ .*stands behind sample 59"),
+        (lambda t: t.take(pa.array(np.random.default_rng(0).permutation(len(t)))), "or sorted"),
+        (
+            lambda t: pa.concat_tables([t, t.slice(len(t) - 1)]),
+            r"stands behind position \d+ of sample 59",
+        ),
+        (lambda t: t.slice(0, len(t) - 1), r"sample 59 ends here with \d+ of its \d+ rows"),
+    ],
+    ids=["appended twice", "shuffled", "the last row twice", "the last row gone"],
+)
+def test_rows_appended_or_cut_are_refused(good, change, says):
+    with pytest.raises(DataError, match=says):
+        list(read(tampered(good, change)))
+
+
+def test_a_response_cut_down_to_its_first_row_is_told_by_the_number_of_rows(tmp_path):
+    """One row of four looks like a response of one; the file knows how many were written."""
+    path = write(tmp_path / "occ.parquet", [occurrences([rollout(".x"), rollout(".xxxx", seed=1)])])
+    table, stored = pq.read_table(path), pq.read_metadata(path).metadata
+    for some, said in ((table.slice(0, 2), "2 are there: rows were cut"), (table, None)):
+        with pq.ParquetWriter(path, some.schema) as writer:
+            writer.write_table(some)
+            ours = {k: v for k, v in stored.items() if k.startswith(b"rock_opd_")}
+            writer.add_key_value_metadata(ours)
+        if said is None:
+            assert len(list(read(path))) == 1
+        else:
+            with pytest.raises(DataError, match=f"5 rows were written and {said} later"):
+                read(path)
+
+
+def test_a_file_rewritten_by_another_program_is_told(good):
+    pq.write_table(pq.read_table(good), good)
+    with pytest.raises(DataError, match="another program rewrote it"):
+        read_info(good)
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("{", "is damaged: Expecting property name"),
+        ("{}", "is damaged: 'format' is missing"),
+        ("[]", "is damaged: "),
+        ({"student": None}, "'student' is None, expected str"),
+        ({"num_types": "50"}, "'num_types' is '50', expected int"),
+        ({"num_types": 0}, "num_types 0 and num_empty 0 cannot be"),
+        ({"colour": "red"}, "'colour' is unknown"),
+    ],
+)
+def test_damaged_metadata_says_what_is_wrong_with_it(good, said, says):
+    if isinstance(said, dict):
+        said = json.dumps(json.loads(pq.read_metadata(good).metadata[b"rock_opd"]) | said)
+    path = tampered(good, lambda table: table.replace_schema_metadata({b"rock_opd": said}))
+    with pytest.raises(DataError, match=rf"metadata \(what the file says of itself\) .*{says}"):
+        read_info(path)
+
+
+def test_a_column_of_another_type_is_named(good):
+    def text(table: pa.Table) -> pa.Table:
+        at = table.schema.get_field_index("kl")
+        return table.set_column(at, "kl", pa.array(["much"] * len(table)))
+
+    with pytest.raises(DataError, match="column kl is string, expected float"):
+        list(read(tampered(good, text)))
+
+
+def test_one_step_in_two_files_of_a_folder_is_refused(tmp_path):
+    for name in ("step_000001", "step_000002"):
+        write(tmp_path / f"{name}.parquet", [occurrences([rollout(".x")], step=1)])
+    with pytest.raises(DataError, match=r"step_000002.parquet: its step 1 stands in the files bef"):
+        list(read(tmp_path))
 
 
 def test_ids_beyond_the_vocabulary_are_refused(good):

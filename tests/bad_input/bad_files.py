@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -206,11 +207,11 @@ def columns(change: Callable) -> Callable[[Path], None]:
     return damage
 
 
-def _nan_kl(table):
+def _kl(table, *, value):
     import pyarrow as pa
 
     values = table["kl"].to_numpy().copy()
-    values[1] = np.nan
+    values[1] = value
     place = table.schema.get_field_index("kl")
     return table.set_column(place, table.schema.field("kl"), pa.array(values))
 
@@ -298,14 +299,43 @@ OCCURRENCES = [
         "rows-missing",
         "rows were filtered out",
         columns(lambda table: table.slice(1)),
-        r"sample 0 lacks rows; a file that was filtered or sorted",
-        "Keep whole responses; filter what the commands write instead.",
+        r"6 rows were written and 5 are there: rows were cut later",
+        "Filter what the commands write instead.",
+    ),
+    occurrences(
+        "rows-swapped",
+        "rows in another order",
+        columns(lambda table: table.take([0, 2, 1, 3, 4, 5])),
+        r"row 1 \(rollout a#0, position 2, token 7\): stands behind position 0 of sample 0",
+        "Use the file as it was written.",
+    ),
+    occurrences(
+        "rows-twice",
+        "rows appended twice",
+        columns(lambda table: table.take([0, 1, 2, 3, 4, 5] * 2)),
+        r"6 rows were written and 12 are there: rows were appended later",
+        "Use the file as it was written.",
+    ),
+    occurrences(
+        "kl-is-negative",
+        "a KL below 0 by more than rounding (1e-4 nats)",
+        columns(partial(_kl, value=-0.25)),
+        r"column kl, row 1 .*: expected a KL of 0 or above \(rounding: 0.0001\), got -0.25",
+        SCORE,
+    ),
+    occurrences(
+        "metadata-damaged",
+        "metadata that is no JSON",
+        columns(lambda table: table.replace_schema_metadata({b"rock_opd": b"{"})),
+        r"its metadata \(what the file says of itself\) is damaged: ",
+        SCORE,
+        borrowed=r"(?<=damaged: ).*(?=; score)",
     ),
     occurrences(
         "kl-is-nan",
         "a measured position without a loss",
-        columns(_nan_kl),
-        r"1 measured positions have no finite KL, first sample 0, rollout a#0, position 1",
+        columns(partial(_kl, value=np.nan)),
+        r"column kl, row 1 \(rollout a#0, position 1, token 6\): expected a finite KL",
         SCORE,
     ),
     occurrences(
