@@ -94,8 +94,8 @@ class CoordinatorActor:
             restarts: what it has been through: after the first, it goes on from its newest whole
                 checkpoint, or starts over where there is none.
         """
-        from rock_opd.actors.groups import start_roles
         from rock_opd.actors.placement import resolve_device
+        from rock_opd.actors.starting import start_roles
         from rock_opd.actors.waiting import Stopped
 
         self._progress.on_phase = partial(write_phase, recipe.run_dir)

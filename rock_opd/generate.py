@@ -22,7 +22,7 @@ def generate_answers(
     """
     import ray
 
-    from rock_opd.actors.groups import start_rollouts
+    from rock_opd.actors.starting import start_rollouts
     from rock_opd.data import load_prompts, write_answers
     from rock_opd.driver import connect, skipped_lines
     from rock_opd.models import load_tokenizer, num_real_ids, stop_token_ids

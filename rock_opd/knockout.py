@@ -334,7 +334,7 @@ def banning_engines(cfg: Recipe, address: str | None, say: Say) -> Iterator[tupl
     """Rollout workers that can ban, and a grader."""
     import ray
 
-    from rock_opd.actors.groups import start_rollouts
+    from rock_opd.actors.starting import start_rollouts
     from rock_opd.driver import connect, grade_in_task
 
     connect(address)

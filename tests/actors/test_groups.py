@@ -11,7 +11,8 @@ import pytest
 from rock_opd.errors import DataError, RoleError, RoleTimeout
 
 ray = pytest.importorskip("ray")
-from rock_opd.actors.groups import _chunks, settle  # noqa: E402  (needs ray)
+from rock_opd.actors.groups import _chunks  # noqa: E402  (needs ray)
+from rock_opd.actors.starting import settle  # noqa: E402
 from rock_opd.actors.waiting import gather  # noqa: E402
 from rock_opd.actors.workers import StudentWorker  # noqa: E402
 
