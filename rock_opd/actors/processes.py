@@ -70,11 +70,11 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def _states(pids: list[tuple[int, int]]) -> list[str]:
-    """State letters on this node: "" is gone (or another process by now)."""
+    """State letters on this node: "" is gone (ended, or another process by now)."""
     found = []
     for pid, started in pids:
         state, since = _stat(pid)
-        found.append(state if since == started and state != "Z" else "")
+        found.append(state if since == started and state not in ("Z", "X") else "")
     return found
 
 
