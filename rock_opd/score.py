@@ -114,7 +114,7 @@ def ray_engines(
     """
     import ray
 
-    from rock_opd.actors.groups import start_roles
+    from rock_opd.actors.starting import start_roles
     from rock_opd.driver import connect
 
     require_models(recipe)
@@ -429,10 +429,10 @@ def _identity(recipe: Recipe, info: FileInfo, source: Source) -> dict[str, Any]:
     return {
         "tokenizer": info.tokenizer,
         "student.model": info.student,
-        "student's weights": _weights_stamp(info.student),
+        "student's weights": weights_stamp(info.student),
         "student.dtype": recipe.student.dtype,
         "teacher.model": info.teacher,
-        "teacher's weights": _weights_stamp(info.teacher),
+        "teacher's weights": weights_stamp(info.teacher),
         "teacher.dtype": teacher.dtype,
         "teacher.engine": teacher.engine,
         "teacher.payload": teacher.payload,
@@ -441,7 +441,7 @@ def _identity(recipe: Recipe, info: FileInfo, source: Source) -> dict[str, Any]:
     }
 
 
-def _weights_stamp(model: str) -> str | None:
+def weights_stamp(model: str) -> str | None:
     """Changes when the files of a local model are written again; None for a hub id."""
     folder = Path(model)
     if not folder.is_dir():
