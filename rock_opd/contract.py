@@ -44,6 +44,8 @@ NOISE_SHARE = 0.01
 """Of the divergence to be learned: more noise than that is worth a warning."""
 MAX_STANDARD_ERRORS = 6.0
 """How far the sampled log-ratio may lie from the divergence it estimates."""
+ENGINES: Engines = partial(ray_engines, num_updates=1)
+"""The recipe's own, able to make the one update that shows whether memory holds."""
 
 
 def check_live(
@@ -52,7 +54,7 @@ def check_live(
     *,
     address: str | None,
     say: Callable[[str], None],
-    engines: Engines = partial(ray_engines, num_updates=1),
+    engines: Engines = ENGINES,
 ) -> None:
     """Adds what running engines tell; raises nothing of our own.
 

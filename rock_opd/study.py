@@ -1,33 +1,24 @@
 """The whole study of one finished run: every offline command in order, in one folder.
 
-Each part leaves its files and, when whole, ``<part>.report.json``; a second start with the same
-recipe goes on with the first part that is missing.
+A second start keeps the parts whose settings are the same (``claims``), does the others again, and
+goes on with the first that is missing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rock_opd.claims import PACE, TRAINING, Claim, Claims, Part, recipe_keys, run_parts
 from rock_opd.config import Recipe
 from rock_opd.errors import ConfigError
 from rock_opd.recipe_file import recipe_yaml
 from rock_opd.runlog import write_atomic
 from rock_opd.tables import Report, Say, Track
-
-
-@dataclass(frozen=True)
-class Part:
-    """One step of the study."""
-
-    name: str
-    about: str
-    run: Callable[[], Report]
 
 
 def run_study(
@@ -42,7 +33,7 @@ def run_study(
         output: the study's folder.
 
     Raises:
-        ConfigError: no finished run, or a folder that holds the study of another recipe.
+        ConfigError: no finished run, or a folder that holds the study of another run.
     """
     after = recipe.run_dir / "model"
     if not (after / "config.json").is_file():
@@ -50,49 +41,40 @@ def run_study(
             f"study: {recipe.run_dir} holds no trained student (model/); finish the run first "
             "(rock-opd train), or name it with run.name and run.dir"
         )
-    _claim(output, recipe)
-    parts = _parts(recipe, after, output, address=address, say=say)
-    facts: dict[str, Any] = {}
-    for i, part in enumerate(parts):
-        track(i, len(parts))
-        done = output / f"{part.name}.report.json"
-        if done.is_file():
-            say(f"{part.name}: already done")
-        else:
-            say(f"{part.name}: {part.about}")
-            write_atomic(done, part.run().to_json())
-        facts[part.name] = json.loads(done.read_text(encoding="utf-8"))
-    track(len(parts), len(parts))
+    models = {
+        "trained student": str(after),
+        "student.model": recipe.student.model,
+        "teacher.model": recipe.teacher.model,
+    }
+    claims = Claims.open(output, models)
+    write_atomic(output / "recipe.yaml", recipe_yaml(recipe))
+    parts = study_parts(recipe, after, output, address=address, say=say)
+    facts = run_parts(parts, claims, say=say, track=track)
     return _summary(recipe, output, parts, facts)
 
 
-def _claim(output: Path, recipe: Recipe) -> None:
-    """Makes the folder, or checks that what it holds is of this recipe."""
-    wanted, held = recipe_yaml(recipe), output / "recipe.yaml"
-    if held.is_file() and held.read_text(encoding="utf-8") != wanted:
-        raise ConfigError(
-            f"{output} holds the study of another recipe ({held} differs); choose another folder "
-            "or remove it"
-        )
-    if output.exists() and not held.is_file() and any(output.iterdir()):
-        raise ConfigError(f"{output} exists and holds no study; choose another folder")
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomic(held, wanted)
-
-
-def _parts(
+def study_parts(
     recipe: Recipe, after: Path, output: Path, *, address: str | None, say: Say
 ) -> list[Part]:
+    """The study's parts in their order, none begun.
+
+    Args:
+        recipe, output, address: as for ``run_study``.
+        after: folder of the trained student.
+    """
     from rock_opd.cutoff import find_cutoff
     from rock_opd.evolve import compare
     from rock_opd.gradients import measure_gradients
     from rock_opd.knockout import knock_out
     from rock_opd.rocks import find_rocks
-    from rock_opd.score import score
+    from rock_opd.score import score, weights_stamp
 
     post, pre = output / "after.parquet", output / "before.parquet"
     rocks, gradients = output / "rocks.json", output / "gradients.parquet"
-    candidates, seed = output / "candidates.json", recipe.run.seed
+    pairs, candidates = output / "rock_vs_control.csv", output / "candidates.json"
+    banned = output / "knockout.csv"
+    post_report, pre_report = output / "after.report.json", output / "before.report.json"
+    seed = recipe.run.seed
     trained = replace(recipe, student=replace(recipe.student, model=str(after), from_run=None))
 
     def track(done: int, total: int) -> None:
@@ -102,24 +84,49 @@ def _parts(
     quiet: dict[str, Any] = {"say": say, "track": track}
 
     def knock() -> Report:
-        _write_candidates(output / "rock_vs_control.csv", candidates, recipe)
-        return knock_out(trained, candidates, output / "knockout.csv", **engines)
+        _write_candidates(pairs, candidates, recipe)
+        return knock_out(trained, candidates, banned, **engines)
+
+    def measured(student: Recipe) -> Claim:
+        """What the numbers of two models hang on."""
+        return {
+            "run.seed": seed,
+            "run.device": recipe.run.device,
+            **recipe_keys(student, "student", PACE),
+            **recipe_keys(recipe, "teacher", PACE),
+            "the student's weights": weights_stamp(student.student.model),
+            "the teacher's weights": weights_stamp(recipe.teacher.model),
+        }
+
+    sampled = recipe_keys(recipe, "data") | recipe_keys(recipe, "rollout", PACE)
+    ranked = {"run.seed": seed, **recipe_keys(recipe, "policy", TRAINING)}
+    by_one_file = recipe.policy
+    if by_one_file.score == "rock_ctx":
+        say("cutoff: by policy.score=rock, whose list CCR thins out; rock_ctx needs two files")
+        by_one_file = replace(by_one_file, score="rock")
 
     parts = [
         Part(
-            "after",
-            "the trained student answers, and every token is scored",
-            lambda: score(trained, post, reuse=None, **engines),
+            name="after",
+            about="the trained student answers, and every token is scored",
+            run=lambda: score(trained, post, reuse=None, **engines),
+            depends=measured(trained) | sampled,
+            replaces=(post,),
+            pieces=(_pieces(post),),
         ),
         Part(
-            "before",
-            "the same answers, scored by the student as it was",
-            lambda: score(recipe, pre, reuse=post, **engines),
+            name="before",
+            about="the same answers, scored by the student as it was",
+            run=lambda: score(recipe, pre, reuse=post, **engines),
+            depends=measured(recipe) | sampled,
+            reads=(post_report,),
+            replaces=(pre,),
+            pieces=(_pieces(pre),),
         ),
         Part(
-            "rocks",
-            "token types ranked, controls matched",
-            lambda: find_rocks(
+            name="rocks",
+            about="token types ranked, controls matched",
+            run=lambda: find_rocks(
                 post,
                 rocks,
                 policy=recipe.policy,
@@ -131,23 +138,30 @@ def _parts(
                 seed=seed,
                 **quiet,
             ),
+            depends=ranked | recipe_keys(recipe, "probe", TRAINING),
+            reads=(post_report, pre_report),
         ),
         Part(
-            "cutoff",
-            "coverage and stability by K",
-            lambda: find_cutoff(
-                post, output / "cutoff.csv", policy=recipe.policy, seed=seed, **quiet
+            name="cutoff",
+            about="coverage and stability by K",
+            run=lambda: find_cutoff(
+                post, output / "cutoff.csv", policy=by_one_file, seed=seed, **quiet
             ),
+            depends=ranked,
+            reads=(post_report,),
         ),
         Part(
-            "gradients",
-            "logit gradients by type, of the student as it was",
-            lambda: measure_gradients(recipe, pre, gradients, rocks=rocks, **engines),
+            name="gradients",
+            about="logit gradients by type, of the student as it was",
+            run=lambda: measure_gradients(recipe, pre, gradients, rocks=rocks, **engines),
+            # Each rank adds rows to the sample.
+            depends=measured(recipe) | {"student.num_ranks": recipe.student.num_ranks},
+            reads=(pre_report, rocks),
         ),
         Part(
-            "evolve",
-            "who learned between the two, and who stagnated",
-            lambda: compare(
+            name="evolve",
+            about="who learned between the two, and who stagnated",
+            run=lambda: compare(
                 pre,
                 post,
                 output / "evolve.csv",
@@ -156,13 +170,40 @@ def _parts(
                 seed=seed,
                 **quiet,
             ),
+            depends={"run.seed": seed},
+            reads=(post_report, pre_report, rocks, output / "gradients.report.json"),
         ),
     ]
     if recipe.eval.problems is None:
         say("knockout: left out, the recipe has no eval.problems")
-    else:
-        parts.append(Part("knockout", "each rock and its control banned in turn", knock))
+        return parts
+    rollout, data = recipe.rollout, recipe.data
+    parts.append(
+        Part(
+            name="knockout",
+            about="each rock and its control banned in turn",
+            run=knock,
+            depends={
+                "run.seed": seed,
+                **recipe_keys(recipe, "eval", TRAINING),
+                "rollout.dtype": rollout.dtype,
+                "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
+                "data.enable_thinking": data.enable_thinking,
+                "data.on_bad_row": data.on_bad_row,
+                "the student's weights": weights_stamp(trained.student.model),
+            },
+            reads=(pairs,),
+            # Bans that are done already serve other candidates too.
+            pieces=(banned, banned.with_name(f"{banned.name}.parts.jsonl")),
+            pieces_serve_others=True,
+        )
+    )
     return parts
+
+
+def _pieces(output: Path) -> Path:
+    """Where ``score`` keeps finished lots."""
+    return output.with_name(f"{output.name}.parts")
 
 
 def _write_candidates(pairs: Path, candidates: Path, recipe: Recipe) -> None:

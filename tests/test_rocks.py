@@ -438,7 +438,7 @@ def test_every_score_ranks_by_its_own_column(tmp_path: Path, info: FileInfo, sco
 
 
 def test_losses_that_are_not_finite_and_files_cut_short_are_refused(tmp_path: Path, info: FileInfo):
-    with pytest.raises(NumericsError, match="column kl, row 0 .*expected a finite KL"):
+    with pytest.raises(NumericsError, match=r"column kl, row 0 .*expected a finite KL"):
         write_file(tmp_path / "nan.parquet", info, [Response(ids=[40], kl=[np.nan], prompt_id="a")])
     occurrences = by_hand(tmp_path / "occ.parquet", info)
     occurrences.write_bytes(occurrences.read_bytes()[:-200])
