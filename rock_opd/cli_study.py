@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rock_opd.tables import Report, Say, Track
 
 PATH = click.Path(path_type=Path)
+SEED = click.IntRange(0)
+AT_LEAST_1 = click.IntRange(1)
 
 
 def _options(*options: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,7 +269,7 @@ def cutoff(
 @click.argument("late", type=PATH)
 @click.option("--rocks", "rocks_file", required=True, type=PATH, help="The list from `rocks`.")
 @click.option("--gradients", type=PATH, help="The table from `gradients`, at the early student.")
-@click.option("--seed", default=0, help="Draws the random types.")
+@click.option("--seed", default=0, type=SEED, help="Draws the random types.")
 @OUTPUT
 @JSON
 def evolve(
@@ -404,7 +406,7 @@ def study(
 
 @click.command()
 @output_option(folder=True, keeps=("/results/*.json",))
-@click.option("--seeds", default=5, type=click.IntRange(1), show_default=True)
+@click.option("--seeds", default=5, type=AT_LEAST_1, show_default=True)
 @click.option("--quick", is_flag=True, help="Fewer conditions and shorter runs: a look, no result.")
 @JSON
 def planted(output: Path, seeds: int, quick: bool, as_json: bool) -> None:
@@ -425,10 +427,20 @@ def bench() -> None:
 
 
 @bench.command("registry")
-@click.option("--types", "num_types", default=151_936, help="Vocabulary.", show_default=True)
-@click.option("--positions", default=8_000_000, help="Of one step.", show_default=True)
-@click.option("--repeats", default=3, help="The least time of so many counts.", show_default=True)
-@click.option("--seed", default=0, help="Draws the data.")
+@click.option(
+    "--types", "num_types", default=151_936, type=AT_LEAST_1, help="Vocabulary.", show_default=True
+)
+@click.option(
+    "--positions", default=8_000_000, type=AT_LEAST_1, help="Of one step.", show_default=True
+)
+@click.option(
+    "--repeats",
+    default=3,
+    type=AT_LEAST_1,
+    help="The least time of so many counts.",
+    show_default=True,
+)
+@click.option("--seed", default=0, type=SEED, help="Draws the data.")
 @JSON
 def bench_registry(num_types: int, positions: int, repeats: int, seed: int, as_json: bool) -> None:
     """Seconds per step of the registry and the token policy."""
@@ -441,7 +453,7 @@ def bench_registry(num_types: int, positions: int, repeats: int, seed: int, as_j
 @bench.command("knockout")
 @OVERRIDES
 @click.option("--candidates", required=True, type=PATH, help="Ids to ban, one at a time.")
-@click.option("--num", default=8, help="So many of them.", show_default=True)
+@click.option("--num", default=8, type=AT_LEAST_1, help="So many of them.", show_default=True)
 @click.option("--task", type=PATH, help="Problems with answers; default: the recipe's.")
 @RECIPE
 @STUDENT

@@ -432,19 +432,22 @@ def knockout_figure(path: Path, table: Columns) -> Path:
                 alpha=0.85,
                 label=f"{name} ({len(at)})",
             )
+        axes.set_title("Knockout (bars: 95 % of resampled problems)")
+        if not len(order):
+            axes.set_axis_off()
+            nothing = (
+                f"none of {len(delta)} candidates has a delta:\n"
+                "the base solves no problem, or fewer than two were run"
+            )
+            axes.text(0.5, 0.5, nothing, transform=axes.transAxes, ha="center", va="center")
+            return path
         axes.axhline(0, color=BLACK, linewidth=0.9, linestyle=":")
         axes.set(
             xlabel="candidates, by change of accuracy",
             ylabel="accuracy under the ban - base accuracy",
-            title="Knockout (bars: 95 % of resampled problems)",
         )
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if len(order):
-            axes.legend(loc="upper left")
-        else:
-            axes.text(
-                0.5, 0.5, "no delta is defined", transform=axes.transAxes, ha="center", va="center"
-            )
+        axes.legend(loc="upper left")
         found = [i for i in order if verdict[i] != "neutral"]
         found.sort(key=lambda i: -abs(delta[i]))
         label_points(

@@ -85,6 +85,9 @@ def find_rocks(
             "training (rock-opd score --student OLD --reuse OCCURRENCES); or rank by "
             "policy.score=rock"
         )
+    for option, other in (("--pre", pre), ("--joint", joint)):
+        if other is not None and other.resolve() == occurrences.resolve():
+            say(f"{option} {other} is the very file that is ranked: it adds nothing")
     num_phases = 4
     track(0, num_phases)
     info = read_info(occurrences)

@@ -249,7 +249,6 @@ def _summary(recipe: Recipe, output: Path, parts: list[Part], facts: dict[str, A
     return Report(
         title="what the study wrote",
         facts=facts,
-        lines=[f"{part.name}: {part.about}" for part in parts],
         table={"file": list(made), "part": list(made.values())},
         files=[output / "README.md", output / "study.json"],
     )
