@@ -3,6 +3,7 @@ happens. Started by launch/local_cluster.sh, as a person would."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parent))
-from processes import descendants, end
+from processes import descendants, end, kill_all
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -34,6 +37,7 @@ class LocalCluster:
     def __init__(self, *options: str) -> None:
         self.env = clean_env()
         self._nodes: list[tuple[int, Path]] = []
+        self._frozen: list[tuple[int, Path]] = []
         try:
             folder = self._start(*options)
             for line in (folder / "cluster.env").read_text().splitlines():
@@ -51,6 +55,22 @@ class LocalCluster:
     def join(self, *options: str) -> None:
         """One more node."""
         self._start(f"--address={self.address}", *options)
+
+    def lose(self, number: int = 0, *, frozen: bool = False) -> None:
+        """Kills a node that joined, the first is 0, and all that runs on it; later ones move up.
+
+        Args:
+            frozen: its processes are stopped, not killed, until the cluster ends.
+        """
+        node = self._nodes.pop(1 + number)
+        if not frozen:
+            kill_all(descendants(node[0]))
+            shutil.rmtree(node[1], ignore_errors=True)
+            return
+        self._frozen.append(node)
+        for process in descendants(node[0]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def _start(self, *options: str) -> Path:
         done = subprocess.run(
@@ -99,10 +119,13 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Ends every node, the head last."""
+        for pid, folder in self._frozen:
+            kill_all(descendants(pid))
+            shutil.rmtree(folder, ignore_errors=True)
         for pid, folder in reversed(self._nodes):
             end(descendants(pid))
             shutil.rmtree(folder, ignore_errors=True)
-        self._nodes = []
+        self._nodes, self._frozen = [], []
 
 
 class Command:

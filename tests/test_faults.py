@@ -98,9 +98,9 @@ def test_a_stop_while_engines_start_takes_seconds(tiny_models, folder):
 
 def test_plans_are_a_function_of_the_seed_and_reach_every_role_phase_and_signal():
     counts = {"rollout worker": 2, "teacher": 2, "student rank": 2, "coordinator": 1}
-    plans = [draw(0, run, num=8, num_steps=20, counts=counts) for run in range(40)]
-    assert plans == [draw(0, run, num=8, num_steps=20, counts=counts) for run in range(40)]
-    assert plans != [draw(1, run, num=8, num_steps=20, counts=counts) for run in range(40)]
+    plans = [draw([0, run], num=8, num_steps=20, counts=counts) for run in range(40)]
+    assert plans == [draw([0, run], num=8, num_steps=20, counts=counts) for run in range(40)]
+    assert plans != [draw([1, run], num=8, num_steps=20, counts=counts) for run in range(40)]
     kills = [kill for plan in plans for kill in plan]
     assert len({(k.role, k.signal) for k in kills}) == 8
     assert len({(k.role, k.phase) for k in kills}) == 4 * 7
@@ -157,4 +157,4 @@ def test_the_summary_counts_what_happened_and_its_table_shows_it():
     assert [row["run"] for row in chaos["trouble"]] == ["run_0001", "run_0002"]
     text = render(chaos)
     assert "| teacher | SIGSTOP | 3 | 2 | 16 | 20 |" in text
-    assert "| train | 0 | 2 | 0 | 0 |" in text
+    assert "| train | 0 | 2 | 0 | 0 | 0 |" in text

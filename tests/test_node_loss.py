@@ -11,7 +11,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clusters import Command, LocalCluster
-from processes import descendants, kill_all
 
 LIMIT_S = 300
 
@@ -74,7 +73,7 @@ def lose_the_second_node(cluster: LocalCluster, folder: Path, *overrides: str) -
     args = [sys.executable, "-c", SCRIPT, *overrides]
     with Command(args, env=cluster.env, cwd=folder) as run:
         run.wait_for("READY", LIMIT_S)
-        kill_all(descendants(cluster._nodes[-1][0]))
+        cluster.lose()
         run.finish(LIMIT_S)
         return run.text
 

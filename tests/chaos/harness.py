@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from processes import descendants, kill_all
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("rollout worker", "teacher", "student rank", "coordinator")
+NODE = "node"
+"""A whole machine: its raylet and all that runs on it."""
 PHASES = ("starting", "probe", "rollout", "teacher", "train", "sync", "checkpoint")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 POLL_S = 0.003
@@ -85,17 +87,18 @@ class Outcome:
     restarts: int = 0
 
 
-def draw(seed: int, run: int, *, num: int, num_steps: int, counts: dict[str, int]) -> list[Kill]:
+def draw(seed: Sequence[int], *, num: int, num_steps: int, counts: dict[str, int]) -> list[Kill]:
     """The plan of one run: roles, phases and signals alike, spread over its steps.
 
     Args:
-        counts: actors of each role.
+        counts: actors of each role that may be hit, or nodes.
     """
-    rng = np.random.default_rng([seed, run])
+    rng = np.random.default_rng(seed)
     steps = np.sort(rng.integers(1, max(2, num_steps - 1), num))
     plan = []
+    roles = tuple(counts)
     for step in steps:
-        role = ROLES[rng.integers(len(ROLES))]
+        role = roles[rng.integers(len(roles))]
         plan.append(
             Kill(
                 role=role,
@@ -144,12 +147,30 @@ def counts_of(args: Sequence[str]) -> dict[str, int]:
 # --- one run --------------------------------------------------------------------------------------
 
 
-def play(args: list[str], run_dir: Path, plan: Sequence[Kill], *, limit_s: float) -> Outcome:
+class Nodes(Protocol):
+    """Machines of a cluster that a run may lose."""
+
+    env: dict[str, str]
+    """The environment that leads a command to the cluster."""
+
+    def lose(self, index: int, signal: str) -> None:
+        """Kills or freezes one and all that runs on it; another joins."""
+
+
+def play(
+    args: list[str],
+    run_dir: Path,
+    plan: Sequence[Kill],
+    *,
+    limit_s: float,
+    nodes: Nodes | None = None,
+) -> Outcome:
     """Runs ``args`` and disturbs it as planned.
 
     Args:
         run_dir: of that run; its output is kept beside it (``.log``).
         limit_s: longest time without a finished step, kills included.
+        nodes: the cluster to run in, for plans that hit nodes; None: a Ray of the run's own.
     """
     began = time.monotonic()
     outcome, pending = Outcome(run=run_dir.name), list(plan)
@@ -159,7 +180,8 @@ def play(args: list[str], run_dir: Path, plan: Sequence[Kill], *, limit_s: float
         process = subprocess.Popen(
             args,
             cwd=ROOT,
-            env={**os.environ, "COLUMNS": "1000"},  # one line stays one line
+            # One line stays one line.
+            env={**(os.environ if nodes is None else nodes.env), "COLUMNS": "1000"},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -180,10 +202,11 @@ def play(args: list[str], run_dir: Path, plan: Sequence[Kill], *, limit_s: float
                 if steps >= target:
                     last.recovery_s = now - sent_at
                 continue
-            if pending and (hit := _strike(run_dir, pending[0], process.pid)) is not None:
+            if pending and (struck := _strike(run_dir, pending[0], process.pid, nodes)) is not None:
+                hit, sent_at = struck
                 outcome.hits.append(hit)
                 pending.pop(0)
-                sent_at, progress_at = time.monotonic(), now
+                progress_at = now
                 target = max(hit.step, steps_done(run_dir) + 1)
     finally:
         if process.poll() is None:  # it hangs
@@ -219,13 +242,21 @@ def where_is(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def _strike(run_dir: Path, kill: Kill, driver: int) -> Hit | None:
-    """Sends the signal if this is the moment."""
+def _strike(
+    run_dir: Path, kill: Kill, driver: int, nodes: Nodes | None
+) -> tuple[Hit, float] | None:
+    """Sends the signal if this is the moment, and says when (s, monotonic)."""
     where = where_is(run_dir)
     if where is None or where["phase"] != kill.phase:
         return None
     if kill.phase != "starting" and where["step"] < kill.step:
         return None
+    if kill.role == NODE:
+        assert nodes is not None, "the plan hits nodes"
+        time.sleep(kill.delay_s)
+        after, sent_at = where_is(run_dir) or where, time.monotonic()
+        nodes.lose(kill.index, kill.signal)
+        return Hit(kill, max(1, after["step"]), after["phase"]), sent_at
     pids = [
         p["pid"] for p in where["processes"] if p["role"] == kill.role and p["index"] == kill.index
     ]
@@ -237,7 +268,7 @@ def _strike(run_dir: Path, kill: Kill, driver: int) -> Hit | None:
     with suppress(ProcessLookupError):
         os.kill(pids[0], getattr(signal, kill.signal))
         after = where_is(run_dir) or where
-        return Hit(kill=kill, step=max(1, after["step"]), phase=after["phase"])
+        return Hit(kill, max(1, after["step"]), after["phase"]), time.monotonic()
     return None
 
 
@@ -351,7 +382,7 @@ def summarize(outcomes: Iterable[dict[str, Any]], *, seed: int) -> dict[str, Any
         "repeated": sum(o["repeated"] for o in outcomes),
         "replacements": sum(o["replacements"] for o in outcomes),
         "restarts": sum(o["restarts"] for o in outcomes),
-        "recovery_s": {role: {n: recovery(role, n) for n in SIGNALS} for role in ROLES},
+        "recovery_s": {role: {n: recovery(role, n) for n in SIGNALS} for role in (*ROLES, NODE)},
         "by_phase": {
             p: dict(Counter(h["kill"]["role"] for h in hits if h["phase"] == p))
             for p in dict.fromkeys(h["phase"] for h in hits)
@@ -398,7 +429,8 @@ def render(chaos: dict[str, Any]) -> str:
                 + " | ".join(seconds)
                 + " |"
             )
-    lines += ["", "| hit in phase | " + " | ".join(ROLES) + " |", "|---" * (len(ROLES) + 1) + "|"]
+    roles = list(chaos["recovery_s"])
+    lines += ["", f"| hit in phase | {' | '.join(roles)} |", "|---" * (len(roles) + 1) + "|"]
     for phase, counts in chaos["by_phase"].items():
-        lines.append(f"| {phase} | " + " | ".join(str(counts.get(r, 0)) for r in ROLES) + " |")
+        lines.append(f"| {phase} | " + " | ".join(str(counts.get(r, 0)) for r in roles) + " |")
     return "\n".join(lines) + "\n"
