@@ -75,7 +75,8 @@ debug: $(READY)
 troubleshooting: $(READY)
 	$(PY) tests/bad_input/render.py
 
-# Seeded kills of real runs (hours; goes on where it stopped), resumes, a soak; docs/reliability.md.
+# Resumes, a soak and seeded kills of real runs (hours; goes on where it stopped), and
+# docs/reliability.md from them. Remove runs/chaos to start over.
 CHAOS_KILLS ?= 200
 CHAOS_ARGS ?=
 SOAK_STEPS ?= 500

@@ -33,6 +33,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import descendants, kill_all
 
+from rock_opd.runlog import library_versions
+
 ROOT = Path(__file__).parents[2]
 ROLES = ("rollout worker", "teacher", "student rank", "coordinator")
 NODE = "node"
@@ -75,6 +77,8 @@ class Outcome:
     """One disturbed run."""
 
     run: str
+    revision: str = ""
+    """Of the source."""
     hits: list[Hit] = field(default_factory=list)
     unplayed: int = 0
     """Kills whose moment never came."""
@@ -173,7 +177,8 @@ def play(
         nodes: the cluster to run in, for plans that hit nodes; None: a Ray of the run's own.
     """
     began = time.monotonic()
-    outcome, pending = Outcome(run=run_dir.name), list(plan)
+    outcome = Outcome(run=run_dir.name, revision=library_versions().get("git", ""))
+    pending = list(plan)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_name(run_dir.name + ".log")
     with log.open("w") as file:
@@ -374,6 +379,7 @@ def summarize(outcomes: Iterable[dict[str, Any]], *, seed: int) -> dict[str, Any
 
     return {
         "seed": seed,
+        "revisions": sorted({o["revision"] for o in outcomes}),
         "runs": len(outcomes),
         "kills": len(hits),
         "hangs": sum(o["hang"] is not None for o in outcomes),

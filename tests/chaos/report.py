@@ -1,4 +1,5 @@
-"""``docs/reliability.md`` from ``chaos.json``, ``soak.json`` and ``equality.json``.
+"""``docs/reliability.md`` from ``chaos.json``, ``soak.json`` and ``equality.json``, and a copy of
+all numbers beside it.
 
 python tests/chaos/report.py --out runs/chaos --doc docs/reliability.md
 """
@@ -9,12 +10,14 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from harness import render
 
+NUMBERS = ("chaos.json", "soak.json", "equality.json")
 TEMPLATE = Path(__file__).with_name("reliability.md.in")
 
 
@@ -60,15 +63,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--doc", type=Path, default=Path("docs/reliability.md"))
     args = parser.parse_args()
-    chaos, soak, equality = (
-        json.loads((args.out / f"{name}.json").read_text())
-        for name in ("chaos", "soak", "equality")
-    )
+    chaos, soak, equality = (json.loads((args.out / name).read_text()) for name in NUMBERS)
     text = TEMPLATE.read_text(encoding="utf-8").format(
         machine=f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         runs=chaos["runs"],
         setting=setting(),
         seed=chaos["seed"],
+        revisions=", ".join(chaos["revisions"]),
         limit=15,
         chaos=render(chaos),
         trouble=trouble_lines(chaos),
@@ -82,6 +83,11 @@ def main() -> int:
         soak=soak_rows(soak),
     )
     args.doc.write_text(text, encoding="utf-8")
+    data = args.doc.with_suffix("")
+    shutil.rmtree(data, ignore_errors=True)
+    data.mkdir()
+    for path in (*args.out.glob("outcome_*.json"), *map(args.out.joinpath, NUMBERS)):
+        shutil.copy(path, data)
     return 0
 
 
