@@ -1,18 +1,8 @@
-"""One DeepSpeed rank that trains the student: forward, backward, one update, and its weights.
+"""One DeepSpeed rank that trains the student: its model, a step's batches, and its weights.
 
-Every quirk of DeepSpeed (read and measured in 0.19.8) ends here:
-
-- A step has any number of micro-batches and one denominator that comes as a number, so DeepSpeed's
-  own divisions are taken out: ``gradient_accumulation_steps`` is 1 and the accumulation boundary is
-  set by hand; ranks are summed (``gradient_allreduce_op``), or, at stage 3, where only a mean
-  exists, the loss is multiplied by the number of ranks first.
-- In bf16 the gradients accumulate and travel in float32. Stage 0 cannot do that and runs as
-  stage 1, which keeps the same numbers with less memory.
-- The learning rate is a function of the updates done and set before each update; DeepSpeed has no
-  scheduler to save.
-- A step whose loss or gradient is not finite changes nothing, on any rank: see ``train_step``.
-- Groups that DeepSpeed opens on its own wait half an hour for a dead peer; the time limit is put on
-  every group.
+DeepSpeed itself, with its quirks, is ``deepspeed_core``. The learning rate is a function of the
+updates done; a step with a loss, a measured row or a gradient that is not finite changes nothing,
+on any rank: see ``train_step``.
 
 An engine that will make no update (``num_updates=0``) measures only: weights and no more, whole on
 every rank, without DeepSpeed's engine around them.
@@ -25,14 +15,10 @@ the same path.
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import random
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +28,14 @@ from torch import Tensor
 from rock_opd.config import LossConfig, OptimConfig, StudentConfig
 from rock_opd.core.schedule import learning_rate
 from rock_opd.durable import FileFacts
+from rock_opd.engines.causal_model import load_causal_model
+from rock_opd.engines.deepspeed_core import (
+    SHARD_BYTES,
+    DeepSpeedCore,
+    TrainSettings,
+    limit_groups,
+    open_group,
+)
 from rock_opd.engines.gradient_rows import GradientRows
 from rock_opd.engines.model_folder import ModelFolder, host_copies
 from rock_opd.engines.student_module import (
@@ -51,25 +45,12 @@ from rock_opd.engines.student_module import (
     loss_rows,
     probe_error,
 )
-from rock_opd.engines.student_offload import leave_device, return_to_device
-from rock_opd.engines.student_state import (
-    Part,
-    StateReader,
-    held_parts,
-    host_shards,
-    own_share,
-    set_steps,
-    spread_weights,
-    write_state,
-)
+from rock_opd.engines.student_state import DiskWrites, Part
 from rock_opd.engines.student_weights import bucket_plan, gathered, named_tensors
 from rock_opd.engines.weight_sync import ParamInfo
-from rock_opd.errors import DataError, ModelError, NumericsError
+from rock_opd.errors import ModelError, NumericsError
 from rock_opd.models import is_trusted, load_config
 from rock_opd.types import StepResult, TeacherRows, TrainBatch
-
-SHARD_BYTES = 4 << 30
-"""Size of one safetensors file, and the most that is gathered at once for it."""
 
 
 class StudentEngine:
@@ -120,7 +101,6 @@ class StudentEngine:
             LOCAL_RANK=str(local_rank),
             MASTER_ADDR=master_addr,
             MASTER_PORT=str(master_port),
-            DS_ACCELERATOR=device,
         )
         self._cfg, self._optim, self._source = cfg, optim, model
         self._rank, self._world_size = rank, world_size
@@ -131,17 +111,10 @@ class StudentEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self.trains = num_updates > 0
         """Whether it may update; else it only measures."""
-        self._stage = max(cfg.zero_stage, 1) if self._dtype == torch.bfloat16 else cfg.zero_stage
-        if not self.trains:
-            self._stage = 0
-        self.num_updates_done = 0
-        """Updates that were made: skipped steps do not count."""
-
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="student-disk")
-        self._writes: dict[str, Future[dict[str, FileFacts]]] = {}
+        self._disk = DiskWrites()
 
         self._seed(seed)
-        self._join(timeout_s)
+        open_group(self._device, timeout_s)
         hf_model = self._load_model()
         self._hf_config = load_config(model)  # as the source has it: what save_hf writes
         self._hf_model = hf_model
@@ -152,11 +125,18 @@ class StudentEngine:
             chunk_rows=cfg.logit_chunk_rows,
             teacher_head=self._own_head(teacher_head),
         )
-        self._engine = self._wrap(self._module) if self.trains else self._module.to(self._device)
-        self._limit_groups(timeout_s)
+        self._core = self._wrap(self._module) if self.trains else None
+        self._engine = self._core.engine if self._core else self._module.to(self._device)
+        self._stage = self._core.stage if self._core else 0
+        limit_groups(timeout_s)
         error = probe_error(self._engine, self._device, dtype=self._dtype)
         if error is not None:
             raise ModelError(f"student {model}: {error}")
+
+    @property
+    def num_updates_done(self) -> int:
+        """Updates that were made: skipped steps do not count."""
+        return self._core.num_updates_done if self._core else 0
 
     @property
     def policy_version(self) -> int:
@@ -170,61 +150,19 @@ class StudentEngine:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def _join(self, timeout_s: float) -> None:
-        import deepspeed
-
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        else:
-            # Else DeepSpeed 0.19.8 compiles a shared-memory all-reduce with g++, for up to 100 s.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(
-            "nccl" if self._device.type == "cuda" else "gloo",
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
-
-    def _limit_groups(self, timeout_s: float) -> None:
-        """Every group of the process, not only the first, gets the limit.
-
-        DeepSpeed 0.19.8 opens its data-parallel group without one, and torch 2.13 then takes its
-        own default of 30 minutes. Can go when ``deepspeed.utils.groups`` passes a limit on.
-        """
-        from torch.distributed import distributed_c10d
-
-        for group in distributed_c10d._world.pg_map:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-
     def _load_model(self) -> torch.nn.Module:
-        from transformers import AutoModelForCausalLM
-
         config = load_config(self._source)
         for name, value in vars(config).items():
             # The rollout engine has none, and its log-probabilities must be ours.
             if any(word in name for word in ("dropout", "pdrop", "jitter")) and value:
                 setattr(config, name, 0.0)
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                self._source,
-                config=config,
-                dtype=self._dtype,
-                attn_implementation=self._cfg.attn_implementation,
-                output_loading_info=True,
-                use_safetensors=True,  # pickles can run code
-                trust_remote_code=is_trusted(self._source),
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise ModelError(
-                f"student {self._source}: cannot be loaded: {str(error).splitlines()[0]}"
-            ) from None
-        absent = sorted(info["missing_keys"]) + [str(key) for key in info["mismatched_keys"]]
-        if absent:
-            raise ModelError(
-                f"student {self._source}: {len(absent)} weights are not in the checkpoint or have "
-                f"another shape (first: {absent[0]}); they would be random numbers"
-            )
+        model = load_causal_model(
+            self._source,
+            config,
+            dtype=self._dtype,
+            trust_remote_code=is_trusted(self._source),
+            attn_implementation=self._cfg.attn_implementation,
+        )
         width = model.get_output_embeddings().weight.shape[0]
         if width < self._num_real_ids:
             raise ModelError(
@@ -251,52 +189,26 @@ class StudentEngine:
         # On CPU products of bf16 numbers are taken in float32: once cast, not once per chunk.
         return head.float() if self._device.type == "cpu" else head.to(self._device)
 
-    def _wrap(self, module: StudentModule) -> Any:
-        import deepspeed
-
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        num_elements = sum(p.numel() for p in parameters)
-        on_cuda, optim = self._device.type == "cuda", self._optim
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": optim.max_grad_norm,
-            "steps_per_print": 10**9,
-            "zero_force_ds_cpu_optimizer": False,
-            "communication_data_type": "fp32",
-            "zero_optimization": {
-                "stage": self._stage,
-                "overlap_comm": on_cuda and self._stage == 3,
-                "reduce_bucket_size": min(num_elements, 500_000_000),
-                # Smaller tensors stay whole on every rank; of a small model, few are.
-                "stage3_param_persistence_threshold": min(num_elements // 1000, 100_000),
-            },
-        }
-        if self._dtype == torch.bfloat16:
-            config["bf16"] = {"enabled": True}
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-        if self._stage < 3:
-            config["gradient_allreduce_op"] = "sum"
-        if self._cfg.offload_optimizer:
-            config["zero_optimization"]["offload_optimizer"] = {
-                "device": "cpu",
-                "pin_memory": on_cuda,
-            }
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            # torch's own fused AdamW: DeepSpeed's would have to be compiled (nvcc, or g++ on CPU).
-            optimizer=torch.optim.AdamW(
-                parameters,
+    def _wrap(self, module: StudentModule) -> DeepSpeedCore:
+        optim = self._optim
+        return DeepSpeedCore(
+            module,
+            self._hf_model,
+            TrainSettings(
+                zero_stage=self._cfg.zero_stage,
+                dtype=self._dtype,
+                offload_optimizer=self._cfg.offload_optimizer,
                 lr=optim.lr,
-                betas=tuple(optim.betas),
+                betas=optim.betas,
                 eps=optim.eps,
                 weight_decay=optim.weight_decay,
-                fused=True,
+                max_grad_norm=optim.max_grad_norm,
             ),
-            config=config,
-            dist_init_required=False,
+            device=self._device,
+            rank=self._rank,
+            world_size=self._world_size,
+            disk=self._disk,
         )
-        return engine
 
     # ---------------------------------------------------------------- training
 
@@ -334,24 +246,21 @@ class StudentEngine:
             min_lr=self._optim.min_lr,
             warmup_ratio=self._optim.warmup_ratio,
         )
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+        self._core.set_learning_rate(lr)
 
         results = []
-        rank_factor = self._world_size if self._stage == 3 else 1
         for i, (batch, teacher) in enumerate(zip(batches, rows, strict=True)):
-            self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            self._core.begin_micro_batch(last=i == len(batches) - 1)
             share, *numbers = self._forward(batch, teacher, total_weight)
-            self._engine.backward(share * rank_factor)
+            self._core.backward(share)
             results.append((share.detach(), *numbers))
 
-        grad_norm = self._update()
+        grad_norm = self._core.update()
         if grad_norm is None:
             raise NumericsError(
                 f"update {self.num_updates_done + 1}: a loss, a measured row or the gradient is "
                 f"not finite; no weight was changed. Rank {self._rank}: {_non_finite(results)}"
             )
-        self.num_updates_done += 1
         return self._result(
             batches, results, grad_norm=grad_norm, learning_rate=lr, mask_version=mask_version
         )
@@ -432,25 +341,6 @@ class StudentEngine:
         return self._engine(
             ids(batch.token_ids), ids(batch.position_ids), ids(batch.predicted), rows
         )
-
-    def _update(self) -> float | None:
-        """Steps; the norm before clipping, or None when it is not finite and nothing moved.
-
-        Stages 1 to 3 decide by the norm that all ranks share, before they touch a weight, and clear
-        the gradients themselves. Stage 0 is torch's optimizer, which would step on NaN.
-        """
-        if self._stage == 0:
-            grads = [p.grad for p in self._module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(grads))
-            if not np.isfinite(norm):
-                self._engine.zero_grad()
-                return None
-            self._engine.step()
-            return norm
-        self._engine.step()
-        if not self._engine.was_step_applied():
-            return None
-        return float(self._engine.get_global_grad_norm())
 
     def _agree(self, batches: list[TrainBatch], *, total_weight: float, mask_version: int) -> None:
         """Raises on every rank when one rank's input would leave the others waiting or go wrong."""
@@ -586,19 +476,14 @@ class StudentEngine:
         folder = ModelFolder(path, num_shards=len(bucket_plan(self._hf_model, shard_bytes)))
         for bucket in self.weight_buckets(shard_bytes):
             if self._rank == 0:
-                shard = self._disk.submit(folder.write, host_copies(bucket))
+                shard = self._disk.pool.submit(folder.write, host_copies(bucket))
                 if not background:
                     shard.result()
         self._hf_config.dtype = self._dtype
         self._hf_config.architectures = [type(self._hf_model).__name__]
         config = copy.deepcopy(self._hf_config)
-        self._remember(
-            path,
-            self._disk.submit(folder.finish, config, self._source)
-            if self._rank == 0
-            else self._disk.submit(dict),
-            background=background,
-        )
+        finish = (folder.finish, config, self._source) if self._rank == 0 else (dict,)
+        self._disk.submit(path, *finish, background=background)
 
     # ---------------------------------------------------------------- resuming
 
@@ -615,20 +500,7 @@ class StudentEngine:
             StorageError: they could not be written (from ``written``, with ``background``).
         """
         self._refuse_untrained("save a state")
-        path = Path(path)
-        shards = host_shards(
-            own_share(self._parts(), **self._place()),
-            self._buffers() if self._rank == 0 else {},
-            max_bytes=SHARD_BYTES,
-        )
-        facts = {"num_updates": self.num_updates_done, **self._shape()}
-        self._remember(
-            path,
-            self._disk.submit(
-                write_state, path, self._rank, list(shards) if background else shards, facts=facts
-            ),
-            background=background,
-        )
+        self._core.save_state(Path(path), background=background)
 
     def written(self, path: str | Path) -> dict[str, FileFacts] | None:
         """What this rank wrote of the latest save to ``path``, by file name; None: it still
@@ -637,15 +509,7 @@ class StudentEngine:
         Raises:
             StorageError: it could not.
         """
-        future = self._writes[str(path)]
-        return future.result() if future.done() else None
-
-    def _remember(
-        self, path: Path, future: Future[dict[str, FileFacts]], *, background: bool
-    ) -> None:
-        self._writes[str(path)] = future
-        if not background:
-            future.result()
+        return self._disk.written(Path(path))
 
     def load_state(self, path: str | Path) -> None:
         """Goes on from ``save_state``, of any number of ranks and any ZeRO stage: weights and
@@ -656,38 +520,10 @@ class StudentEngine:
             ModelError: an engine that only measures.
         """
         self._refuse_untrained("load a state")
-        saved = StateReader(Path(path))
-        if saved.facts["dtype"] != self._shape()["dtype"]:
-            raise DataError(
-                f"student state {path}: saved by a student in {saved.facts['dtype']}, this one "
-                f"trains in {self._shape()['dtype']}; resume with the same student.dtype"
-            )
-        saved.check(
-            {
-                name: getattr(p, "ds_numel", p.numel())
-                for name, p in self._hf_model.named_parameters()
-            }
-        )
-        with torch.no_grad():
-            for part in self._parts():
-                for kind, tensor in part.tensors.items():
-                    tensor.copy_(saved.read(kind, part.name, part.start, part.num))
-            buffers = self._buffers()
-            for name, tensor in saved.buffers().items():
-                buffers[name].copy_(tensor)
-        self.num_updates_done = saved.facts["num_updates"]
-        set_steps(self._engine, stage=self._stage, num_updates=self.num_updates_done)
-        spread_weights(self._engine, stage=self._stage)
+        self._core.load_state(Path(path))
 
     def _parts(self) -> list[Part]:
-        return held_parts(self._engine, self._hf_model, stage=self._stage, rank=self._rank)
-
-    def _place(self) -> dict[str, int]:
-        return {"stage": self._stage, "rank": self._rank, "world_size": self._world_size}
-
-    def _buffers(self) -> dict[str, Tensor]:
-        parameters = dict(self._hf_model.named_parameters())
-        return {n: t for n, t in named_tensors(self._hf_model).items() if n not in parameters}
+        return self._core.parts()
 
     # ---------------------------------------------------------------- sharing a GPU
 
@@ -708,36 +544,22 @@ class StudentEngine:
             self._return_to_device()
 
     def _leave_device(self) -> None:
-        if self.trains:
-            if not hasattr(self._engine.optimizer, "offload_states"):
-                raise ModelError(
-                    f"student: ZeRO stage {self._stage} in {self._shape()['dtype']} cannot leave "
-                    "the GPU; sharing GPUs (placement.colocate) needs student.zero_stage 2 or 3"
-                )
-            leave_device(self._engine, self._stage, on_host=self._cfg.offload_optimizer)
+        if self._core:
+            self._core.leave_device()
         else:
             self._module.to("cpu")
         head = self._module.head
         head.teacher_head = None if head.teacher_head is None else head.teacher_head.to("cpu")
 
     def _return_to_device(self) -> None:
-        if self.trains:
-            return_to_device(
-                self._engine, self._stage, self._device, on_host=self._cfg.offload_optimizer
-            )
+        if self._core:
+            self._core.return_to_device()
         else:
             self._module.to(self._device)
         head = self._module.head
         head.teacher_head = (
             None if head.teacher_head is None else head.teacher_head.to(self._device)
         )
-
-    def _shape(self) -> dict[str, Any]:
-        return {
-            "num_ranks": self._world_size,
-            "zero_stage": self._stage,
-            "dtype": str(self._dtype).removeprefix("torch."),
-        }
 
 
 def _non_finite(results: list[RowNumbers]) -> str:

@@ -14,7 +14,8 @@ files that are torn, of another model or another dtype, and ranges that do not a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -225,6 +226,40 @@ def write_state(
             sync(file)
             written[file.name] = file_facts(file)
     return written
+
+
+class DiskWrites:
+    """One thread that writes what a rank saves, and the latest save to each folder."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="student-disk")
+        self._saves: dict[str, Future[dict[str, FileFacts]]] = {}
+
+    def submit(
+        self,
+        path: Path,
+        write: Callable[..., dict[str, FileFacts]],
+        *args: Any,
+        background: bool,
+        **kwargs: Any,
+    ) -> None:
+        """Lets ``write`` run as the end of the save to ``path``.
+
+        Args:
+            background: return at once; else wait, and raise what it raises.
+        """
+        future = self._saves[str(path)] = self.pool.submit(write, *args, **kwargs)
+        if not background:
+            future.result()
+
+    def written(self, path: Path) -> dict[str, FileFacts] | None:
+        """What the latest save to ``path`` wrote, by file name; None: it still writes.
+
+        Raises:
+            StorageError: it could not.
+        """
+        future = self._saves[str(path)]
+        return future.result() if future.done() else None
 
 
 class StateReader:
