@@ -56,7 +56,10 @@ setup(
         "gcs": ["gcsfs>=2024.6"],
         "dev": ["pytest>=8", "ruff>=0.9", "psutil>=5.9"],
     },
-    entry_points={"console_scripts": ["rock-opd = rock_opd.cli:main"]},
+    entry_points={
+        "console_scripts": ["rock-opd = rock_opd.cli:main"],
+        "verl.plugins": ["rock_opd = rock_opd.integrations.verl.plugin"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",

@@ -1,5 +1,5 @@
-"""The command line: ``rock-opd train | check | prepare-demo | generate``; ``cli_study`` has the
-offline commands. Parsing and showing, no more."""
+"""The command line: ``rock-opd train | check | prepare-demo | generate | verl-check``;
+``cli_study`` has the offline commands. Parsing and showing, no more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rock_opd.cli_study import COMMANDS, OUTPUT_AND_KEEPS, output_option
+from rock_opd.cli_study import COMMANDS, JSON, OUTPUT_AND_KEEPS, output_option
 from rock_opd.errors import (
     EXIT_BAD_INPUT,
     ConfigError,
@@ -235,6 +235,25 @@ def generate(recipe: Path, overrides: tuple[str, ...], output: Path, address: st
         cfg, output, address=address, say=lambda text: click.echo(text, err=True)
     )
     click.echo(f"{num} answers in {output}")
+
+
+@cli.command("verl-check")
+@JSON
+def verl_check(as_json: bool) -> None:
+    """Show what verl has registered of rock_opd, and why where something is missing.
+
+    Exit status 1 when anything is.
+    """
+    from rich.console import Console
+
+    from rock_opd.integrations.verl.check import check_plugin
+
+    report, complete = check_plugin()
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        report.show(Console())
+    sys.exit(0 if complete else 1)
 
 
 for _command in COMMANDS:

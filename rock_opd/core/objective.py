@@ -146,6 +146,30 @@ def topk_tail_divergence(
     return _kl(log_q_NB, log_p_NB) if direction == "reverse" else _kl(log_p_NB, log_q_NB)
 
 
+def topk_renormalised_reverse_kl(
+    student_logits_NV: Tensor, topk_ids_NK: Tensor, topk_logprobs_NK: Tensor
+) -> Tensor:
+    """KL(student || teacher) of each row among K ids alone, both sides renormalised over them.
+
+    >= 0, and 0 where both agree on the ids' relative odds. It says nothing about mass the student
+    puts outside the K ids: a student may keep all of it there and pay nothing. With S the K ids,
+    ``f_j`` is ``log p_j - log q_j`` in S, renormalised, and the gradient of all other logits is 0.
+
+    Args:
+        student_logits_NV: carries the gradient.
+        topk_ids_NK: the teacher's ids, all different within a row, in any order.
+        topk_logprobs_NK: log p of those ids, up to a constant per row.
+    """
+    if topk_ids_NK.shape != topk_logprobs_NK.shape or len(topk_ids_NK) != len(student_logits_NV):
+        raise ValueError(
+            f"{len(student_logits_NV)} student rows need as many rows of teacher ids and logprobs, "
+            f"got {list(topk_ids_NK.shape)} and {list(topk_logprobs_NK.shape)}"
+        )
+    log_q_NK = _log_softmax(_logits(student_logits_NV).gather(1, topk_ids_NK.long()))
+    log_p_NK = _log_softmax(topk_logprobs_NK.detach().to(log_q_NK.dtype))
+    return _kl(log_q_NK, log_p_NK)
+
+
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse_kl": reverse_kl,
     "forward_kl": forward_kl,
@@ -197,6 +221,14 @@ def entropy(logits_NV: Tensor) -> Tensor:
     return -(log_q_NV.exp() * log_q_NV).sum(-1)
 
 
+def weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """``weight * loss``, where a weight of 0 also hides what must not be learned from, even NaN.
+
+    Bitwise the loss, and its gradient bitwise the same, where the weight is 1.
+    """
+    return loss.masked_fill(weight == 0, 0.0) * weight
+
+
 def loss_share(loss_N: Tensor, weight_N: Tensor, *, total_weight: float) -> Tensor:
     """This shard's part of the step's mean loss; the parts of all shards add up to it.
 
@@ -215,7 +247,7 @@ def loss_share(loss_N: Tensor, weight_N: Tensor, *, total_weight: float) -> Tens
             f"total_weight must be the step's positive denominator, got {total_weight}: "
             "skip the optimizer on a step whose every position is frozen"
         )
-    return loss_N.masked_fill(weight_N == 0, 0.0).mul(weight_N).sum() / total_weight
+    return weighted(loss_N, weight_N).sum() / total_weight
 
 
 @torch.no_grad()

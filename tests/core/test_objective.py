@@ -21,7 +21,9 @@ from rock_opd.core.objective import (
     reverse_kl,
     teacher_logits,
     token_logprobs,
+    topk_renormalised_reverse_kl,
     topk_tail_divergence,
+    weighted,
 )
 from rock_opd.errors import NumericsError
 
@@ -293,6 +295,52 @@ def test_topk_tail_bounds_the_full_divergence_from_below_and_meets_it_at_full_wi
             assert (bound <= exact + 2e-8).all(), (name, k)
             previous = bound
         np.testing.assert_allclose(previous.numpy(), exact.numpy(), atol=2e-8)
+
+
+def test_renormalised_topk_by_hand():
+    """q = (1/2, 1/4, 1/4), p = (1/4, 1/4, 1/2): over the first two ids q is (2/3, 1/3), p even."""
+    student = torch.tensor([[2.0, 1.0, 1.0]]).log()
+    got = topk_renormalised_reverse_kl(
+        student, torch.tensor([[0, 1]]), torch.tensor([[0.25, 0.25]]).log()
+    )
+    expected = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
+    assert got.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_renormalised_topk_is_the_full_divergence_at_full_width_and_0_on_equal_odds():
+    student, teacher = random_logits(0), random_logits(1)
+    ids, top, _ = table_of(teacher, V)
+    torch.testing.assert_close(
+        topk_renormalised_reverse_kl(student, ids, top), reverse_kl(student, teacher)
+    )
+    ids, top, _ = table_of(teacher)
+    moved = teacher.clone().requires_grad_()
+    loss = topk_renormalised_reverse_kl(moved, ids, top + 5.0)
+    torch.testing.assert_close(loss.detach(), torch.zeros(N, dtype=torch.float64))
+    shifted = teacher.scatter_add(1, ids, torch.full((N, K), -3.0, dtype=torch.float64))
+    assert topk_renormalised_reverse_kl(shifted, ids, top).abs().max() < 1e-12
+
+
+def test_renormalised_topk_sends_no_gradient_outside_the_ids():
+    student = random_logits(0).requires_grad_()
+    ids, top, _ = table_of(random_logits(1))
+    topk_renormalised_reverse_kl(student, ids, top).sum().backward()
+    inside = torch.zeros(N, V, dtype=torch.bool).scatter(1, ids, True)
+    assert bool((student.grad[~inside] == 0).all()) and bool((student.grad[inside] != 0).all())
+
+
+def test_renormalised_topk_refuses_tables_of_another_size():
+    ids, top, _ = table_of(random_logits(1))
+    with pytest.raises(ValueError, match="6 student rows"):
+        topk_renormalised_reverse_kl(random_logits(0), ids[:3], top[:3])
+
+
+def test_a_weight_of_0_hides_nan_from_value_and_gradient_and_a_weight_of_1_changes_no_bit():
+    loss = torch.tensor([math.nan, 0.1, 0.3], requires_grad=True)
+    out = weighted(loss, torch.tensor([0.0, 1.0, 0.5]))
+    assert out.tolist() == [0.0, loss[1].item(), 0.5 * loss[2].item()]
+    out.sum().backward()
+    assert loss.grad.tolist() == [0.0, 1.0, 0.5]
 
 
 def test_a_raw_topk_sum_falls_below_zero_where_ours_does_not():
