@@ -113,3 +113,16 @@ def test_loading_the_plug_in_imports_neither_verl_nor_torch(tmp_path):
         tmp_path,
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("first", ["losses", "engine"])
+def test_a_script_that_imports_our_module_first_finds_it_registered(tmp_path, first):
+    """verl, and with it the plug-in, is then loaded in the middle of that module."""
+    done = run(
+        f"import rock_opd.integrations.verl.{first}\n"
+        "from verl.trainer.distillation.losses import DISTILLATION_LOSS_REGISTRY as losses\n"
+        "from verl.workers.engine import EngineRegistry\n"
+        "print('rock_k2' in losses, 'deepspeed' in EngineRegistry._engines['language_model'])",
+        tmp_path,
+    )
+    assert done.stdout.strip().endswith("True True"), done.stderr

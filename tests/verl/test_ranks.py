@@ -35,9 +35,12 @@ def queue(verl_ray):
     tq.close()
 
 
-def close(one: dict, two: dict) -> bool:
-    """Up to the order in which ranks add up."""
-    return all(one[k] == pytest.approx(two[k], rel=1e-6) for k in ("loss", "grad_norm"))
+ADDED_UP = 5e-6
+"""Relative: ranks add up in another order, in float32."""
+
+
+def numbers(metrics: dict) -> tuple[float, float]:
+    return metrics["loss"], metrics["grad_norm"]
 
 
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
@@ -46,9 +49,10 @@ def test_half_the_positions_frozen_gives_the_same_numbers_on_one_and_two_ranks(
     groups, mode, normalizer
 ):
     batch = hosts.weighted_batch("half", normalizer=normalizer, topk="topk" in mode)
-    one = hosts.update(groups[1], hosts.loss_fn(mode), batch, steps=2)
-    two = hosts.update(groups[2], hosts.loss_fn(mode), batch, steps=2)
-    assert one["grad_norm"] > 0 and close(one, two)
+    one = hosts.update(groups[1], hosts.loss_fn(mode), batch)
+    two = hosts.update(groups[2], hosts.loss_fn(mode), batch)
+    assert one["grad_norm"] > 0
+    assert numbers(two) == pytest.approx(numbers(one), rel=ADDED_UP)
     assert two["distillation/frozen_share"] == pytest.approx(one["distillation/frozen_share"])
     assert two["distillation/mask_version"] == 3
 
@@ -59,14 +63,14 @@ def test_weights_of_1_change_no_bit_on_two_ranks(groups, mode):
     stock = hosts.update(groups[2], hosts.loss_fn(mode), hosts.make_batch(topk=topk), steps=2)
     batch = hosts.weighted_batch("ones", topk=topk)
     ours = hosts.update(groups[2], hosts.loss_fn(f"rock_{mode}"), batch, steps=2)
-    assert (ours["loss"], ours["grad_norm"]) == (stock["loss"], stock["grad_norm"])
+    assert numbers(ours) == numbers(stock)
 
 
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 def test_a_batch_frozen_whole_ends_with_0_on_two_ranks(groups, normalizer):
     batch = hosts.weighted_batch("zeros", normalizer=normalizer)
     metrics = hosts.update(groups[2], hosts.loss_fn("rock_k2"), batch)
-    assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
+    assert numbers(metrics) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
@@ -77,7 +81,8 @@ def test_a_rank_frozen_whole_waits_for_nobody(groups, normalizer):
     batch.update(weight_fields(weights, batch["response_mask"], normalizer=normalizer))
     one = hosts.update(groups[1], hosts.loss_fn("rock_k2"), batch)
     two = hosts.update(groups[2], hosts.loss_fn("rock_k2"), batch)
-    assert one["grad_norm"] > 0 and close(one, two)
+    assert one["grad_norm"] > 0
+    assert numbers(two) == pytest.approx(numbers(one), rel=ADDED_UP)
 
 
 @pytest.mark.parametrize("normalizer", ["all", "kept"])

@@ -89,7 +89,13 @@ def _engines() -> Callable[[str], Any]:
     return lookup
 
 
-_LOOKUPS = {"losses": _losses, "engine": _engines}
+def _trainers() -> Callable[[str], Any]:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    return TRAINER_REGISTRY.get
+
+
+_LOOKUPS = {"losses": _losses, "engine": _engines, "trainers": _trainers}
 """Part -> imports verl's registry and says how it is asked."""
 
 

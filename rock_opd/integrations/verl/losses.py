@@ -45,6 +45,7 @@ from rock_opd.core.objective import (
     weighted,
 )
 from rock_opd.errors import ConfigError
+from rock_opd.integrations.verl import plugin
 
 TOKEN_WEIGHTS = "token_weights"
 """Batch field, float [B, R] nested or padded: the weight of each response token."""
@@ -435,3 +436,6 @@ def _predicting_rows(data: TensorDict) -> Tensor:
     for mask_R, end, length in zip(masks, offsets[1:].tolist(), lengths, strict=True):
         rows_T[end - length - 1 : end - 1] = mask_R[:length].bool()
     return rows_T
+
+
+plugin.complete(__name__)

@@ -38,7 +38,7 @@ class Part:
     registry: str
     """verl's module that holds the registry; the part is registered when this is imported."""
     module: str
-    """Ours: its ``register()`` fills the registry."""
+    """Ours: its ``register()`` fills the registry; it ends with ``plugin.complete(__name__)``."""
     names: tuple[str, ...]
     """What verl then knows, as ``rock-opd verl-check`` looks it up."""
     needs: tuple[str, ...] = ()
@@ -62,12 +62,20 @@ PARTS = (
         names=("deepspeed on cuda", "deepspeed on cpu"),
         needs=("deepspeed",),
     ),
+    Part(
+        name="trainers",
+        registry="verl.trainer.ppo.v1.trainer_sync",
+        module="rock_opd.integrations.verl.trainer",
+        names=("rock_opd", "rock_opd_sync"),
+    ),
 )
 
 FAILED: dict[str, str] = {}
 """Part -> why it was not registered, in this process."""
 REGISTERED: list[str] = []
 """Parts registered so far in this process."""
+_WAITING: list[Part] = []
+"""Parts whose registry is there and whose own module is not yet executed to its end."""
 
 _logger = logging.getLogger(__name__)
 
@@ -118,6 +126,27 @@ def _execute(
     callback()
 
 
+def complete(module: str) -> None:
+    """Told by a part's module at its end: when that module is the first to import verl, its
+    registry comes while it has no ``register`` yet."""
+    for part in [part for part in _WAITING if part.module == module]:
+        _WAITING.remove(part)
+        _register(part)
+
+
+def _begun(module: str) -> bool:
+    """Whether the module is being executed just now."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return getattr(spec, "_initializing", False)
+
+
+def _on_registry(part: Part) -> None:
+    if _begun(part.module):
+        _WAITING.append(part)
+    else:
+        _register(part)
+
+
 def _register(part: Part) -> None:
     """Registers one part; what goes wrong is told and kept, and verl's own import goes on."""
     try:
@@ -146,13 +175,13 @@ def _install() -> None:
         for part in PARTS:
             _fail(part, str(error))
         return
-    waiting: dict[str, Callable[[], None]] = {}
+    callbacks: dict[str, Callable[[], None]] = {}
     for part in PARTS:
-        if part.registry in sys.modules:
-            _register(part)
+        if part.registry in sys.modules and not _begun(part.registry):
+            _on_registry(part)
         else:
-            waiting[part.registry] = partial(_register, part)
-    sys.meta_path.insert(0, _AfterImport(waiting))
+            callbacks[part.registry] = partial(_on_registry, part)
+    sys.meta_path.insert(0, _AfterImport(callbacks))
 
 
 _install()
