@@ -31,6 +31,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["rock_opd", "rock_opd.*"]),
+    package_data={"rock_opd.integrations.verl.config": ["*/*.yaml"]},
     install_requires=[
         "torch>=2.8",
         "numpy>=1.26",

@@ -137,8 +137,7 @@ class DeepSpeedCore:
         self._settings, self._device = settings, device
         self._rank, self._world_size = rank, world_size
         self._module, self._model, self._disk = module, model, disk
-        self._open_batches = 0
-        self._spoiled = False
+        self._open_batches, self._closed, self._spoiled = 0, False, False
         self._away: frozenset[str] = frozenset()
         self.engine = self._wrap()
         """DeepSpeed's: call it for a forward."""
@@ -204,8 +203,12 @@ class DeepSpeedCore:
             last: its backward brings the ranks' gradients together.
 
         Raises:
-            ModelError: the step before broke off half-way.
+            ModelError: the step before broke off half-way, or its update is still to come.
         """
+        if self._closed:
+            raise ModelError(
+                "DeepSpeed: the last micro-batch of the step was read already; update comes next"
+            )
         if self._spoiled:
             raise ModelError(
                 "DeepSpeed: the step before broke off between its micro-batches, and their "
@@ -221,6 +224,7 @@ class DeepSpeedCore:
                 gradient is that of the sum of the parts over micro-batches and ranks.
         """
         self._open_batches += 1
+        self._closed = self.engine.is_gradient_accumulation_boundary()
         self.engine.backward(share * (self._world_size if self.stage == 3 else 1))
 
     def update(self) -> float | None:
@@ -229,7 +233,7 @@ class DeepSpeedCore:
         Stages 1 to 3 decide by the norm that all ranks share, before they touch a weight, and clear
         the gradients themselves. Stage 0 is torch's optimizer, which would step on NaN.
         """
-        self._open_batches = 0
+        self._open_batches, self._closed = 0, False
         if self.stage == 0:
             grads = [p.grad for p in self._module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(grads))
@@ -250,7 +254,7 @@ class DeepSpeedCore:
         micro-batches only stage 0 can, and the others refuse every later step."""
         if not self._open_batches:
             return
-        self._open_batches = 0
+        self._open_batches, self._closed = 0, False
         if self.stage == 0:
             self.engine.zero_grad()
         else:
