@@ -23,7 +23,7 @@ import numpy as np
 from rock_opd.config import DataConfig, EvalConfig
 from rock_opd.errors import DataError
 from rock_opd.models import tokenizer_fingerprint
-from rock_opd.prompt_rows import BadRow, Messages, RowReader, file_rows
+from rock_opd.prompt_rows import BadRow, Messages, RowReader, file_rows, numbered
 from rock_opd.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -97,8 +97,9 @@ def load_prompts(
     text where the tokenizer has no chat template); optional ``id`` (else ``row-<number>``),
     ``answer``, ``data_source``, ``teacher_messages`` (what the teacher reads in their place,
     rendered with the same template), ``response_ids`` or ``response`` (with ``finished: false``
-    when it was cut off: then no EOS is appended). verl's ``reward_model.ground_truth`` is read as
-    the answer.
+    when it was cut off: then no EOS is appended). verl's rows are read as they are:
+    ``extra_info.index`` is the id (where it came before, the row's number),
+    ``reward_model.ground_truth`` the answer.
 
     Args:
         max_prompt_tokens: longer prompts are bad rows.
@@ -137,6 +138,9 @@ def load_prompts(
             if isinstance(row, BadRow):
                 raise row
             prompt, source = reader.read(row, index)
+            if prompt.prompt_id in messages and row.get("id") is None:
+                # verl's extra_info.index is unique within one data set, a file may hold several
+                prompt = dataclasses.replace(prompt, prompt_id=numbered(index))
             if prompt.prompt_id in messages:
                 raise BadRow("duplicate id", f"id '{prompt.prompt_id}' came before")
         except DataError as error:  # of the whole file, seen in this row

@@ -41,9 +41,11 @@ MAX_LINE_BYTES = 64 << 20
 """A longer line is a bad row; more of it is never held in memory."""
 COLUMNS = (
     *("id", "messages", "prompt", "answer", "reward_model", "data_source", "teacher_messages"),
-    *("response_ids", "response", "finished", "tokenizer"),
+    *("response_ids", "response", "finished", "tokenizer", "extra_info"),
 )
 """What a row may have that is read here; of a parquet file, nothing else is."""
+PICTURES = ("images", "videos", "audios")
+"""Columns of verl's multi-modal files, whose prompts are no text without them."""
 FOREIGN = {
     b"PAR1": "a parquet file by its content; give its name the ending .parquet",
     b"\x1f\x8b": "compressed (gzip); unpack it",
@@ -137,6 +139,11 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
                     f"{path}: neither a column 'messages' nor 'prompt', it has "
                     f"{', '.join(names[:8]) or 'none'}; rename the one that holds the prompts"
                 )
+            if pictures := [name for name in PICTURES if name in names]:
+                raise DataError(
+                    f"{path}: has a column '{pictures[0]}', and only text is trained on; without "
+                    "it the prompts would read otherwise than was meant"
+                )
             columns = [name for name in COLUMNS if name in names]
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 yield from batch.to_pylist()
@@ -195,7 +202,7 @@ class RowReader:
             prefix_ids = self._render(
                 teacher_messages, "teacher_messages", self._max_teacher_prompt
             )
-        answer = _answer(row)
+        answer = _answer(row, needed=self._need_answer)
         if self._need_answer and not answer:
             raise BadRow("no answer", "neither 'answer' nor 'reward_model.ground_truth'")
         prompt = Prompt(
@@ -332,19 +339,29 @@ def _messages(value: Any, what: str) -> Messages:
     return messages
 
 
+def numbered(index: int) -> str:
+    """The id of a row that brings none."""
+    return f"row-{index + 1}"
+
+
 def _row_id(row: dict[str, Any], index: int) -> str:
     value = row.get("id")
+    if value is None and isinstance(row.get("extra_info"), dict):  # verl's, of the data set
+        value = row["extra_info"].get("index")
+        return numbered(index) if type(value) not in (str, int) else _encodable(str(value))
     if value is None:
-        return f"row-{index + 1}"
+        return numbered(index)
     if type(value) not in (str, int) or value == "":
         raise BadRow("wrong type", f"'id' is {_type(value)}, expected a string or an integer")
     return _encodable(str(value))
 
 
-def _answer(row: dict[str, Any]) -> str | None:
+def _answer(row: dict[str, Any], *, needed: bool) -> str | None:
     value = row.get("answer")
     if value is None and isinstance(row.get("reward_model"), dict):
         value = row["reward_model"].get("ground_truth")
+        if isinstance(value, list | dict) and not needed:
+            return None  # what a reward function of verl's own reads
     if value is None:
         return None
     if type(value) not in (str, int, float):

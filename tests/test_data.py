@@ -84,34 +84,70 @@ def test_a_string_prompt_is_raw_text_where_there_is_no_chat_template(load, tiny_
     assert loaded.skipped == {"template refused": 1}
 
 
-def test_verl_columns_are_read_as_they_are(tokenizer, tmp_path):
+def verl_row(index: object, text: str = "2+2?", **change: object) -> dict[str, object]:
+    """As verl's own data scripts write them."""
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": user(text),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": index, "split": "train"},
+        **change,
+    }
+
+
+def load_parquet(rows: list[dict], path: Path, tokenizer, **more: object):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    cfg = DataConfig(prompts=str(path), shuffle=False)
+    return load_prompts(cfg, tokenizer=tokenizer, max_prompt_tokens=64, **more)
+
+
+def test_verl_columns_are_read_as_they_are(tokenizer, tmp_path):
     rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": user("2+2?"),
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "4"},
-            "extra_info": {"index": 0, "split": "train"},
-        },
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "system", "content": "Be brief."}, *user("3+3?")],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "6"},
-            "extra_info": {"index": 1, "split": "train"},
-        },
+        verl_row(7),
+        verl_row(
+            9,
+            prompt=[{"role": "system", "content": "Be brief."}, *user("3+3?")],
+            reward_model={"style": "rule", "ground_truth": "6"},
+        ),
     ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "verl.parquet")
-    cfg = DataConfig(prompts=str(tmp_path / "verl.parquet"))
-    loaded = load_prompts(cfg, tokenizer=tokenizer, max_prompt_tokens=64, need_answer=True)
+    loaded = load_parquet(rows, tmp_path / "verl.parquet", tokenizer, need_answer=True)
     assert [(p.prompt_id, p.answer, p.data_source) for p in loaded.prompts] == [
-        ("row-1", "4", "openai/gsm8k"),
-        ("row-2", "6", "openai/gsm8k"),
+        ("7", "4", "openai/gsm8k"),
+        ("9", "6", "openai/gsm8k"),
     ]
     assert "Be brief." in tokenizer.decode(loaded.prompts[1].token_ids.tolist())
+
+
+def test_an_index_of_verl_that_came_before_gives_way_to_the_rows_number(tokenizer, tmp_path):
+    """Two data sets in one file, and a row without an index; an id of one's own comes first."""
+    rows = [
+        verl_row(0),
+        verl_row(0, "3+3?", data_source="math"),
+        verl_row(None, "4+4?"),
+        {**verl_row(1, "5+5?"), "id": "mine"},
+    ]
+    rows = [{"id": None, **row} for row in rows]
+    loaded = load_parquet(rows, tmp_path / "verl.parquet", tokenizer)
+    assert ids(loaded) == ["0", "row-2", "row-3", "mine"]
+
+
+def test_a_ground_truth_of_several_parts_is_no_answer_and_no_fault_of_a_training_row(
+    tokenizer, tmp_path
+):
+    rows = [verl_row(0, reward_model={"style": "rule", "ground_truth": {"target": ["4", "four"]}})]
+    (prompt,) = load_parquet(rows, tmp_path / "verl.parquet", tokenizer).prompts
+    assert prompt.answer is None
+    with pytest.raises(DataError, match="the answer is an object"):
+        load_parquet(rows, tmp_path / "verl.parquet", tokenizer, need_answer=True)
+
+
+def test_a_multi_modal_file_of_verl_is_refused(tokenizer, tmp_path):
+    with pytest.raises(DataError, match="column 'images', and only text"):
+        load_parquet([verl_row(0, images=[b"png"])], tmp_path / "v.parquet", tokenizer)
 
 
 def test_nulls_that_parquet_fills_in_are_not_content(tokenizer, tmp_path):
