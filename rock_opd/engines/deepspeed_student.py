@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rock_opd.config import LossConfig, OptimConfig, StudentConfig
@@ -38,6 +37,7 @@ from rock_opd.engines.deepspeed_core import (
 )
 from rock_opd.engines.gradient_rows import GradientRows
 from rock_opd.engines.model_folder import ModelFolder, host_copies
+from rock_opd.engines.student_batches import agree, batches_error, non_finite, step_result
 from rock_opd.engines.student_module import (
     LossRows,
     RowNumbers,
@@ -259,10 +259,15 @@ class StudentEngine:
         if grad_norm is None:
             raise NumericsError(
                 f"update {self.num_updates_done + 1}: a loss, a measured row or the gradient is "
-                f"not finite; no weight was changed. Rank {self._rank}: {_non_finite(results)}"
+                f"not finite; no weight was changed. Rank {self._rank}: {non_finite(results)}"
             )
-        return self._result(
-            batches, results, grad_norm=grad_norm, learning_rate=lr, mask_version=mask_version
+        return step_result(
+            batches,
+            results,
+            grad_norm=grad_norm,
+            learning_rate=lr,
+            mask_version=mask_version,
+            policy_version=self.policy_version,
         )
 
     def measure(
@@ -285,9 +290,16 @@ class StudentEngine:
                 self._forward(batch, teacher, 1.0, with_entropy=entropy)
                 for batch, teacher in zip(batches, rows, strict=True)
             ]
-        result = self._result(batches, results, grad_norm=0.0, learning_rate=0.0, mask_version=0)
+        result = step_result(
+            batches,
+            results,
+            grad_norm=0.0,
+            learning_rate=0.0,
+            mask_version=0,
+            policy_version=self.policy_version,
+        )
         if not np.isfinite(result.loss):
-            raise NumericsError(f"measuring, rank {self._rank}: {_non_finite(results)}")
+            raise NumericsError(f"measuring, rank {self._rank}: {non_finite(results)}")
         return result
 
     def gradient_rows(self, num_rows: int, **limits: int) -> GradientRows:
@@ -344,83 +356,19 @@ class StudentEngine:
 
     def _agree(self, batches: list[TrainBatch], *, total_weight: float, mask_version: int) -> None:
         """Raises on every rank when one rank's input would leave the others waiting or go wrong."""
-        error = self._batch_error(batches)
+        error = batches_error(
+            batches,
+            width=self._module.model.config.vocab_size,
+            num_real_ids=self._num_real_ids,
+        )
         if error is None and not total_weight > 0:
             error = f"total_weight must be positive, got {total_weight}: skip a step frozen whole"
-        mine = [float(error is not None), len(batches), total_weight, mask_version]
-        both = torch.tensor([mine, [-x for x in mine]], dtype=torch.float64, device=self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        most, least = both[0].tolist(), (-both[1]).tolist()
-        if error is not None:
-            raise ValueError(f"student rank {self._rank}: {error}")
-        if most[0]:
-            raise ValueError(f"student rank {self._rank}: another rank refused its micro-batches")
-        for name, low, high in zip(
-            ("number of micro-batches", "total_weight", "mask_version"),
-            least[1:],
-            most[1:],
-            strict=True,
-        ):
-            if low != high:
-                raise ValueError(
-                    f"student ranks disagree on the {name}: between {low:g} and {high:g}"
-                )
-
-    def _batch_error(self, batches: list[TrainBatch]) -> str | None:
-        if not batches:
-            return "no micro-batch; a rank without rows still needs one with weight 0"
-        width = self._module.model.config.vocab_size
-        for i, batch in enumerate(batches):
-            num_tokens, num_rows = len(batch.token_ids), batch.num_rows
-            at = batch.predicted
-            where = f"micro-batch {i}: "
-            if (
-                num_tokens < 1
-                or len(batch.position_ids) != num_tokens
-                or batch.position_ids[0] != 0
-            ):
-                return where + "needs tokens, each with a position, the first one 0"
-            if batch.token_ids.min() < 0 or batch.token_ids.max() >= width:
-                return where + f"token ids must lie in [0, {width})"
-            if len(batch.weight) != num_rows or len(batch.index) != num_rows:
-                return (
-                    where
-                    + f"{num_rows} rows, {len(batch.weight)} weights, {len(batch.index)} places"
-                )
-            if not num_rows:
-                continue
-            if not np.isfinite(batch.weight).all() or batch.weight.min() < 0:
-                return where + "weights must be finite and not negative"
-            if at.min() < 1 or at.max() >= num_tokens or (batch.position_ids[at] == 0).any():
-                return where + "a predicted token must stand behind another one of its sequence"
-            if batch.token_ids[at].max() >= self._num_real_ids:
-                return (
-                    where + f"predicted ids must lie below {self._num_real_ids}, the shared width"
-                )
-        return None
-
-    def _result(
-        self,
-        batches: list[TrainBatch],
-        results: list[RowNumbers],
-        *,
-        grad_norm: float,
-        learning_rate: float,
-        mask_version: int,
-    ) -> StepResult:
-        shares, kl, logprobs, entropies = zip(*results, strict=True)
-        return StepResult(
-            index=np.concatenate([batch.index for batch in batches]),
-            kl=torch.cat(kl).cpu().numpy(),
-            logprobs=torch.cat(logprobs).cpu().numpy(),
-            loss=float(torch.stack(shares).double().sum()),
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            mask_version=mask_version,
-            policy_version=self.policy_version,
-            num_empty_batches=sum(not batch.weight.any() for batch in batches),
-            entropy=None if entropies[0] is None else torch.cat(entropies).cpu().numpy(),
-        )
+        facts = {
+            "number of micro-batches": len(batches),
+            "total_weight": total_weight,
+            "mask_version": mask_version,
+        }
+        agree(error, facts, rank=self._rank, device=self._device)
 
     # ---------------------------------------------------------------- weights out
 
@@ -560,15 +508,3 @@ class StudentEngine:
         head.teacher_head = (
             None if head.teacher_head is None else head.teacher_head.to(self._device)
         )
-
-
-def _non_finite(results: list[RowNumbers]) -> str:
-    """Which of this rank's micro-batches hold the numbers that stopped a step."""
-    found = [
-        f"micro-batch {i}: {int((~(kl.isfinite() & logprobs.isfinite())).sum())} of {len(kl)} rows"
-        for i, (share, kl, logprobs, _) in enumerate(results)
-        if not (share.isfinite() and kl.isfinite().all() and logprobs.isfinite().all())
-    ]
-    return (
-        "; ".join(found) if found else "all its rows are finite: another rank, or the gradient norm"
-    )
