@@ -65,7 +65,7 @@ test: $(READY) $(VERL)
 test-slow: $(WEIGHTS)
 	$(PY) -m pytest -m "slow and not gpu" --ignore=tests/verl $(PYTEST_ARGS)
 
-# Real rollouts, DeepSpeed and Ray inside verl (about an hour), then verl's own tests.
+# Real rollouts, DeepSpeed and Ray inside verl, then verl's own tests: many minutes.
 test-verl: $(VERL)
 	$(PY) -m pytest -m "not gpu" tests/verl tests/test_without_verl.py $(PYTEST_ARGS)
 	$(PY) tests/verl/upstream.py --out build/verl

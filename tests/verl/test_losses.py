@@ -233,6 +233,14 @@ def test_what_the_reverse_kl_does_not_know_is_refused(worker, settings, said):
         hosts.update(worker, loss, hosts.make_batch(topk=True))
 
 
+def test_the_reverse_kl_of_a_padded_batch_is_refused():
+    batch = hosts.make_batch(topk=True)
+    padded = {k: batch[k].to_padded_tensor(0) for k in ("prompts", "responses", "response_mask")}
+    loss = with_rock_topk(hosts.loss_fn("rock_reverse_kl_topk"))
+    with pytest.raises(ConfigError, match=r"trainer\.use_v1=true"):
+        loss(student_logits=torch.zeros(1, 3, hosts.VOCAB), data=padded)
+
+
 # --- bad weights ----------------------------------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ TESTS = (
     "tests/trainer/ppo/test_value_loss_normalization_on_cpu.py",
     "tests/trainer/test_constants_ppo_on_cpu.py",
     "tests/checkpoint_engine/test_global_steps_on_cpu.py",
-    "tests/experimental/agent_loop/test_agent_loop_extra_fields_schema_on_cpu.py",
     "tests/single_controller/test_auto_padding_on_cpu.py",
     "tests/single_controller/test_decorator_on_cpu.py",
     "tests/single_controller/test_fused_workers_on_cpu.py",
@@ -68,6 +67,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     root = fetch(parser.parse_args().out.resolve())
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+    command += ["-c", "pyproject.toml"]  # verl's settings, not ours, which stand above
     # RAY_ADDRESS: a Ray of their own, also beside a cluster
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "RAY_ADDRESS": "local"}
     return subprocess.run(

@@ -428,6 +428,11 @@ def _check_reverse(config: ActorConfig, loss_config: Any) -> None:
 
 def _predicting_rows(data: TensorDict) -> Tensor:
     """bool [T]: row t predicts token t + 1 of the same sequence, a response token masked in."""
+    if not data["responses"].is_nested:
+        raise ConfigError(
+            "a top-k reverse KL needs trainer.use_v1=true: this batch is padded, as those of "
+            "verl's older trainers are"
+        )
     mask = data["response_mask"]
     masks = mask.unbind() if mask.is_nested else mask
     offsets = data["input_ids"].offsets()
