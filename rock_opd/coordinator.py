@@ -39,7 +39,7 @@ from rock_opd.core.metrics import (
     rollout_metrics,
     train_metrics,
 )
-from rock_opd.core.policies import audit_rng, make_policy
+from rock_opd.core.policies import audit_rng
 from rock_opd.core.registry import Registry, TokenStats
 from rock_opd.data import given_rollouts
 from rock_opd.durable import digest
@@ -53,7 +53,7 @@ from rock_opd.evaluate import (
     response_text,
 )
 from rock_opd.faultlog import FaultLog, Restart
-from rock_opd.inputs import Inputs
+from rock_opd.inputs import Inputs, build_policy
 from rock_opd.keeper import Keeper
 from rock_opd.measure import Measured, deal_rollouts, measure
 from rock_opd.probe import context_facts, reservoir_rng
@@ -107,24 +107,10 @@ class Coordinator:
         self.recipe, self.inputs, self.roles = recipe, inputs, roles
         self.num_steps, self.grader, self.progress, self.stop = num_steps, grader, progress, stop
         self.registry = Registry(inputs.num_real_ids, decay=recipe.policy.decay)
-        policy = recipe.policy
-        self.policy = make_policy(
-            policy.name,
-            ids=inputs.frozen_list,
-            never=inputs.guard_ids,
-            lam=policy.lam,
-            score=policy.score,
-            top_k=policy.top_k,
-            threshold=policy.threshold,
-            hysteresis=policy.hysteresis,
-            drop_most_frequent=policy.drop_most_frequent,
-            control_may_use_dropped=policy.control_may_use_dropped,
-            min_count=policy.min_count,
-            warmup_steps=policy.warmup_steps,
-            refresh_every=policy.refresh_every,
-            audit_share=policy.audit_share,
-            window_radius=policy.window_radius,
-            window_threshold=policy.window_threshold,
+        self.policy = build_policy(
+            recipe.policy,
+            frozen_list=inputs.frozen_list,
+            guard_ids=inputs.guard_ids,
             seed=recipe.run.seed,
         )
         if recipe.log.occurrences:

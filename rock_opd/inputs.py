@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rock_opd.config import Recipe
+from rock_opd.config import PolicyConfig, Recipe
 from rock_opd.core.context import WindowEncoder
-from rock_opd.core.policies import unguarded
+from rock_opd.core.policies import TokenPolicy, make_policy, unguarded
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
 from rock_opd.errors import ConfigError, ModelError
 from rock_opd.models import (
@@ -125,6 +125,52 @@ def guarded_notices(frozen_list: np.ndarray, guard_ids: np.ndarray) -> list[str]
     ]
 
 
+def listed_types(
+    cfg: PolicyConfig, vocabulary: Vocabulary
+) -> tuple[np.ndarray | None, np.ndarray, list[str]]:
+    """What a policy is given by lists: int32 ids of ``policy.ids_file`` (None without one), int32
+    guarded ids, and what the person should know of them.
+
+    Raises:
+        DataError: a list that cannot be used, or is guarded whole.
+    """
+    notices: list[str] = []
+    guard_ids = guarded_ids(cfg, vocabulary, say=notices.append)
+    frozen_list = None
+    if cfg.ids_file is not None:
+        frozen_list, notice = read_ids(
+            cfg.ids_file, num_types=vocabulary.num_types, tokenizer=vocabulary.fingerprint
+        )
+        notices += [f"policy.ids_file: {notice}"] if notice else []
+        notices += guarded_notices(frozen_list, guard_ids)
+    return frozen_list, guard_ids, notices
+
+
+def build_policy(
+    cfg: PolicyConfig, *, frozen_list: np.ndarray | None, guard_ids: np.ndarray, seed: int
+) -> TokenPolicy:
+    """The policy of a recipe; ``frozen_list`` and ``guard_ids`` as ``listed_types`` gives them."""
+    return make_policy(
+        cfg.name,
+        ids=frozen_list,
+        never=guard_ids,
+        lam=cfg.lam,
+        score=cfg.score,
+        top_k=cfg.top_k,
+        threshold=cfg.threshold,
+        hysteresis=cfg.hysteresis,
+        drop_most_frequent=cfg.drop_most_frequent,
+        control_may_use_dropped=cfg.control_may_use_dropped,
+        min_count=cfg.min_count,
+        warmup_steps=cfg.warmup_steps,
+        refresh_every=cfg.refresh_every,
+        audit_share=cfg.audit_share,
+        window_radius=cfg.window_radius,
+        window_threshold=cfg.window_threshold,
+        seed=seed,
+    )
+
+
 def context_encoder(recipe: Recipe, *, num_real_ids: int) -> WindowEncoder:
     """The encoder of the recipe's probe set.
 
@@ -178,15 +224,7 @@ def load_inputs(recipe: Recipe) -> Inputs:
         fingerprint=tokenizer_fingerprint(tokenizer),
         tokenizer=tokenizer,
     )
-    notices: list[str] = []
-    guard_ids = guarded_ids(recipe.policy, vocabulary, say=notices.append)
-    frozen_list = None
-    if recipe.policy.ids_file is not None:
-        frozen_list, notice = read_ids(
-            recipe.policy.ids_file, num_types=width, tokenizer=vocabulary.fingerprint
-        )
-        notices += [f"policy.ids_file: {notice}"] if notice else []
-        notices += guarded_notices(frozen_list, guard_ids)
+    frozen_list, guard_ids, notices = listed_types(recipe.policy, vocabulary)
     return Inputs(
         prompts=prompts,
         heldout=heldout,
