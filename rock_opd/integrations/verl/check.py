@@ -90,12 +90,17 @@ def _engines() -> Callable[[str], Any]:
 
 
 def _trainers() -> Callable[[str], Any]:
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.trainer.ppo.v1 import trainer_base
 
-    return TRAINER_REGISTRY.get
+    return trainer_base.TRAINER_REGISTRY.get
 
 
-_LOOKUPS = {"losses": _losses, "engine": _engines, "trainers": _trainers}
+_LOOKUPS = {
+    "losses": _losses,
+    "engine": _engines,
+    "trainer": _trainers,
+    "stock trainer": _trainers,
+}
 """Part -> imports verl's registry and says how it is asked."""
 
 

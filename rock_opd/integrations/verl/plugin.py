@@ -63,10 +63,16 @@ PARTS = (
         needs=("deepspeed",),
     ),
     Part(
-        name="trainers",
-        registry="verl.trainer.ppo.v1.trainer_sync",
+        name="trainer",
+        registry="verl.trainer.ppo.v1.trainer_base",
         module="rock_opd.integrations.verl.trainer",
-        names=("rock_opd", "rock_opd_sync"),
+        names=("rock_opd",),
+    ),
+    Part(
+        name="stock trainer",
+        registry="verl.trainer.ppo.v1.trainer_sync",
+        module="rock_opd.integrations.verl.stock",
+        names=("rock_opd_sync",),
     ),
 )
 

@@ -1,0 +1,191 @@
+"""Which settings of verl our trainer cannot honour, and what it says of them.
+
+Pure: a config in, an error or nothing out. A setting that would train something else than it says
+is worse than a run that does not start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rock_opd.errors import ConfigError
+
+TRAINER = "rock_opd"
+"""``trainer.v1.trainer_mode``, the block of overrides, and the run's folder below
+``trainer.default_local_dir``."""
+WHERE = "verl config"
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODEL, LOSS = "actor_rollout_ref.model", "distillation.distillation_loss"
+
+
+def not_supported(key: str, value: Any, supported: str) -> ConfigError:
+    return ConfigError(f"{WHERE}: {key}={value} is not supported by {TRAINER}: {supported}")
+
+
+def get(config: DictConfig, key: str, default: Any = None) -> Any:
+    return OmegaConf.select(config, key, default=default)
+
+
+def device_of(config: DictConfig) -> str:
+    """cuda, cpu, or what else ``trainer.device`` says. The block of overrides goes before it:
+    verl 0.9.1 sets ``trainer.device=cpu`` back to cuda unless a CPU platform is plugged in."""
+    return str(get(config, f"{TRAINER}.run.device") or get(config, "trainer.device"))
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key of verl that is honoured with these values alone; null and an absent key are fine."""
+
+    verl: str
+    values: tuple[Any, ...]
+    supported: str
+
+
+_NOT_HERE = "the model's own files are used"
+_NO_REWARD = "nothing here reads a reward"
+ONLY = (
+    Only("distillation.enabled", (True,), "set it to true, and a teacher; nothing else is trained"),
+    Only(f"{LOSS}.use_task_rewards", (False,), f"set it to false; {_NO_REWARD}"),
+    Only(f"{LOSS}.loss_max_clamp", (), "set it to null: losses are not clamped"),
+    Only(f"{LOSS}.log_prob_min_clamp", (), "set it to null: nothing is clamped"),
+    Only("critic.enable", (False,), "there is no critic; set it to false"),
+    Only("algorithm.use_kl_in_reward", (False,), _NO_REWARD),
+    Only("algorithm.filter_groups.enable", (False,), _NO_REWARD),
+    Only("reward.reward_model.enable", (False,), _NO_REWARD),
+    Only("reward.custom_reward_function.path", (), _NO_REWARD),
+    Only(f"{ACTOR}.strategy", ("fsdp", "fsdp2", "deepspeed"), "model_engine=dp or deepspeed"),
+    Only(f"{ACTOR}.ppo_epochs", (1,), "every rollout is trained on once"),
+    Only(f"{ACTOR}.loss_agg_mode", ("token-mean",), "the loss is a mean over tokens"),
+    Only(f"{ACTOR}.use_kl_loss", (False,), "there is no reference model"),
+    Only(f"{ACTOR}.entropy_coeff", (0,), "there is no entropy term"),
+    Only(f"{ACTOR}.ulysses_sequence_parallel_size", (1,), "ranks read whole sequences"),
+    Only(f"{ACTOR}.fsdp_config.param_offload", (False,), "optimizer_offload is"),
+    Only(f"{ACTOR}.deepspeed.mixed_precision", (), "set actor.deepspeed.dtype"),
+    Only(f"{ACTOR}.qat.enable", (False,), "weights are trained as they are"),
+    Only(f"{ACTOR}.optim.optimizer", ("AdamW",), "AdamW"),
+    Only(f"{ACTOR}.optim.grad_clip", (), "set optim.clip_grad"),
+    Only(f"{MODEL}.lora_rank", (0,), "all weights are trained; use 0"),
+    Only(f"{MODEL}.lora.rank", (0,), "all weights are trained; use 0"),
+    Only(f"{MODEL}.lora_adapter_path", (), "all weights are trained"),
+    Only(f"{MODEL}.use_liger", (False,), "use false"),
+    Only(f"{MODEL}.use_fused_kernels", (False,), "use false"),
+    Only(f"{MODEL}.enable_activation_offload", (False,), "use false"),
+    Only(f"{MODEL}.tiled_mlp.enabled", (False,), "use false"),
+    Only(f"{MODEL}.mtp.enable", (False,), "use false"),
+    Only(f"{MODEL}.custom_chat_template", (), _NOT_HERE),
+    Only(f"{MODEL}.hf_config_path", (), _NOT_HERE),
+    Only(f"{MODEL}.tokenizer_path", (), _NOT_HERE),
+    Only(f"{MODEL}.external_lib", (), "no code of others is imported"),
+    Only("data.tokenizer", (), _NOT_HERE),
+    Only("data.custom_cls.path", (), "rows are read as RLHFDataset's, by rock_opd.prompt_rows"),
+    Only("data.prompt_key", ("prompt", "messages"), "name the column 'prompt' or 'messages'"),
+    Only("data.tool_config_path", (), "one turn, no tools"),
+    Only("data.function_tool_path", (), "one turn, no tools"),
+    Only(f"{ROLLOUT}.multi_turn.enable", (False,), "one turn, no tools"),
+    Only(f"{ROLLOUT}.agent.default_agent_loop", ("single_turn_agent",), "one turn, no tools"),
+    Only(f"{ROLLOUT}.agent.agent_loop_config_path", (), "one turn, no tools"),
+    Only(f"{ROLLOUT}.agent.agent_loop_manager_class", (), "rollouts come from our own workers"),
+    Only(f"{ROLLOUT}.agent.custom_async_server.path", (), "rollouts come from our own workers"),
+    Only(f"{ROLLOUT}.name", ("vllm",), "vllm"),
+    Only(f"{ROLLOUT}.nnodes", (0,), "rollout shares the trainer's GPUs"),
+    Only(f"{ROLLOUT}.do_sample", (True,), "set rollout.temperature=0 for greedy answers"),
+    Only(f"{ROLLOUT}.top_k", (-1, 0), "use -1"),
+    Only(f"{ROLLOUT}.ignore_eos", (False,), "a response ends with its EOS"),
+    Only(f"{ROLLOUT}.data_parallel_size", (1,), "a worker per tensor-parallel group"),
+    Only(f"{ROLLOUT}.pipeline_model_parallel_size", (1,), "tensor parallelism is"),
+    Only(f"{ROLLOUT}.quantization", (), "the engine holds the trainer's weights"),
+    Only(f"{ROLLOUT}.disaggregation.enabled", (False,), "use false"),
+    Only(f"{ROLLOUT}.val_kwargs.top_k", (-1, 0), "use -1"),
+    Only(f"{ROLLOUT}.val_kwargs.top_p", (1,), "use 1"),
+    Only("trainer.critic_warmup", (0,), "there is no critic"),
+    Only("trainer.val_only", (False,), "rock-opd score measures without training"),
+    Only("trainer.default_hdfs_dir", (), "+rock_opd.run.mirror takes any fsspec URI"),
+    Only("trainer.del_local_ckpt_after_load", (False,), "use false"),
+    Only("trainer.rollout_data_dir", (), "+rock_opd.log.occurrences=true writes every token"),
+    Only("trainer.validation_data_dir", (), "use null"),
+    Only("trainer.log_val_generations", (0,), "use 0"),
+    Only("trainer.resume_mode", ("auto", "disable", "resume_path"), "auto, disable, resume_path"),
+    Only("global_profiler.tool", (), "profilers of verl do not reach our actors"),
+    Only("skip.rollout.enable", (False,), "use false"),
+    Only("skip.rollout_tq.enable", (False,), "use false"),
+)
+
+
+def teacher_entry(config: DictConfig) -> DictConfig:
+    """The one teacher's entry; the empty default one goes when there are others, as in verl."""
+    models = get(config, "distillation.teacher_models")
+    names = [name for name in models if name != "teacher_model"] or ["teacher_model"]
+    if len(names) != 1:
+        raise not_supported("distillation.teacher_models", names, "one teacher for all rows")
+    teacher = models[names[0]]
+    if not teacher.model_path:
+        raise ConfigError(
+            f"{WHERE}: distillation.teacher_models.{names[0]}.model_path is missing: the teacher"
+        )
+    return teacher
+
+
+def refuse_unsupported(config: DictConfig) -> None:
+    for only in ONLY:
+        value = get(config, only.verl)
+        if value is not None and value not in only.values:
+            raise not_supported(only.verl, value, only.supported)
+    algorithm = get(config, "algorithm.adv_estimator")
+    if algorithm == "gae" and get(config, "critic.enable") is None:
+        raise not_supported(
+            "algorithm.adv_estimator",
+            algorithm,
+            "it wants a critic; set algorithm.adv_estimator=grpo (no advantage is computed here)",
+        )
+    batch = get(config, "data.train_batch_size")
+    for key in (f"{ACTOR}.ppo_mini_batch_size", "data.gen_batch_size"):
+        value = get(config, key)
+        if value is not None and value != batch:
+            raise not_supported(
+                key, value, f"one update a step: set it to train_batch_size={batch}"
+            )
+    if not get(config, "data.filter_overlong_prompts") and (
+        get(config, "data.truncation", "error") != "error"
+    ):
+        raise not_supported(
+            "data.truncation",
+            get(config, "data.truncation"),
+            "prompts are not cut; set data.filter_overlong_prompts=true",
+        )
+    loaded = get(config, f"{ACTOR}.checkpoint.load_contents")
+    if loaded is not None and not {"model", "optimizer", "extra"} <= set(loaded):
+        raise not_supported(
+            f"{ACTOR}.checkpoint.load_contents",
+            list(loaded),
+            "a run goes on with model, optimizer and extra",
+        )
+    for key in ("prompt_length", "response_length"):
+        value, ours = get(config, f"{ROLLOUT}.{key}"), get(config, f"data.max_{key}")
+        if value is not None and value != ours:
+            raise not_supported(f"{ROLLOUT}.{key}", value, f"set it to data.max_{key}={ours}")
+    for engine, options in (get(config, f"{ROLLOUT}.engine_kwargs") or {}).items():
+        if engine == "vllm" and options:
+            key = min(options)
+            raise not_supported(
+                f"{ROLLOUT}.engine_kwargs.vllm.{key}", options[key], "see rollout.*"
+            )
+    if device_of(config) == "cpu":
+        _one_process_engines(config)
+
+
+def _one_process_engines(config: DictConfig) -> None:
+    widths = {
+        f"{ROLLOUT}.tensor_model_parallel_size": get(
+            config, f"{ROLLOUT}.tensor_model_parallel_size"
+        ),
+        "distillation.teacher_models.*.inference.tensor_model_parallel_size": teacher_entry(
+            config
+        ).inference.tensor_model_parallel_size,
+    }
+    for key, width in widths.items():
+        if width != 1:
+            raise not_supported(key, width, "set it to 1 on CPU")
