@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -65,3 +66,16 @@ def test_importing_all_of_rock_opd_never_imports_verl():
     ours = [m for m in modules() if not m.startswith("rock_opd.integrations.verl.")]
     failed, loaded = imported(ours, block=False)
     assert not failed and "verl" not in loaded and "transfer_queue" not in loaded
+
+
+def test_verl_check_says_that_there_is_no_verl():
+    """In one line: not installed, or, as here when it is, not to be imported."""
+    code = IMPORT_ALL.format(names=VERLS, block=True, modules=[])
+    code += "sys.argv = ['rock-opd', 'verl-check']\nimport rock_opd.cli\nrock_opd.cli.main()\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        "error: verl (is not installed: pip install 'rock-opd\\[verl\\]'|"
+        "[0-9.]+ cannot be imported: No module named 'verl')\n",
+        done.stderr,
+    )

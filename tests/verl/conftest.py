@@ -22,18 +22,18 @@ def verl_ray():
     """A Ray of our own whose workers find ``cpu_platform`` and ``hosts``, and a TransferQueue."""
     import ray
 
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *([before] if before else [])])
+    patch = pytest.MonkeyPatch()
+    known = os.environ.get("PYTHONPATH")
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), *([known] if known else [])]))
+    # A place is not a process: on a small machine processes come when they are asked for.
+    patch.setenv("RAY_prestart_worker_first_driver", "0")
     ray.init(
         address="local",
-        num_cpus=8,  # places, not cores
+        num_cpus=8,
         include_dashboard=False,
         object_store_memory=2 * 10**8,
         log_to_driver=False,
     )
     yield ray
     ray.shutdown()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    patch.undo()

@@ -68,8 +68,11 @@ def main() -> int:
     root = fetch(parser.parse_args().out.resolve())
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
     command += ["-c", "pyproject.toml"]  # verl's settings, not ours, which stand above
-    # RAY_ADDRESS: a Ray of their own, also beside a cluster
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "RAY_ADDRESS": "local"}
+    env = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parent),
+        "RAY_ADDRESS": "local",  # a Ray of their own, also beside a cluster
+        "RAY_prestart_worker_first_driver": "0",  # they ask for 100 CPUs, and Ray would fill them
+    }
     return subprocess.run(
         [*command, "-p", "upstream", *TESTS], cwd=root, env=env, timeout=LIMIT_S
     ).returncode
