@@ -7,21 +7,29 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed; make test-verl installs it")
 
+import engine_hosts
 import hosts
 import numpy as np
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from rock_opd.integrations.verl.losses import weight_fields
+from rock_opd.integrations.verl.losses import weight_fields, with_rock_topk
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def groups(verl_ray, tiny_models):
-    """A worker group of one rank and one of two."""
-    config = hosts.fsdp_worker_config(tiny_models / "student")
-    return {n: hosts.worker_group(config, n, name=f"ranks{n}") for n in (1, 2)}
+@pytest.fixture(scope="module", params=["fsdp2", "deepspeed"])
+def groups(request, verl_ray, tiny_models):
+    """A worker group of one rank and one of two, on verl's own engine and on ours."""
+    make = {"fsdp2": hosts.fsdp_worker_config, "deepspeed": engine_hosts.deepspeed_config}
+    config = make[request.param](tiny_models / "student")
+    made = {n: hosts.worker_group(config, n, name=f"{request.param}{n}") for n in (1, 2)}
+    yield made
+    for group in made.values():
+        for worker in group.workers:
+            verl_ray.kill(worker)
+        for places in group.resource_pool.pgs:
+            verl_ray.util.remove_placement_group(places)
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +93,25 @@ def test_a_rank_frozen_whole_waits_for_nobody(groups, normalizer):
     assert numbers(two) == pytest.approx(numbers(one), rel=ADDED_UP)
 
 
+def test_the_reverse_kl_is_the_same_on_one_and_two_ranks(groups):
+    """Our engine makes its rows by itself; verl's makes them once it is told."""
+    loss = hosts.loss_fn("rock_reverse_kl_topk")
+    if groups[1].name_prefix.startswith("fsdp2"):
+        loss = with_rock_topk(loss)
+    batch = hosts.weighted_batch("half", topk=True)
+    one, two = hosts.update(groups[1], loss, batch), hosts.update(groups[2], loss, batch)
+    assert one["loss"] > 0 and one["grad_norm"] > 0
+    assert numbers(two) == pytest.approx(numbers(one), rel=ADDED_UP)
+
+
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 def test_weights_put_into_transfer_queue_reach_the_loss(groups, queue, normalizer):
     batch = hosts.make_batch()
     tensors = TensorDict(
         {k: v for k, v in batch.items() if hasattr(v, "is_nested")}, batch_size=batch.batch_size
     )
-    keys = [f"{normalizer}-{i}" for i in range(len(hosts.PROMPT_LENS))]
+    name = groups[2].name_prefix
+    keys = [f"{name}-{normalizer}-{i}" for i in range(len(hosts.PROMPT_LENS))]
     queue.kv_batch_put(keys=keys, partition_id="train", fields=tensors)
     weights = weight_fields(
         hosts.token_weights("half"),
