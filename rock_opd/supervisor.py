@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from rock_opd.actors.fleet import again_and_again
-from rock_opd.actors.placement import start_coordinator
+from rock_opd.actors.placement import GROUP_PREFIX, start_coordinator
 from rock_opd.actors.processes import Lookout, Process, end
 from rock_opd.actors.waiting import plain, why_dead
 from rock_opd.config import Recipe
@@ -262,7 +262,8 @@ class Attempt:
 
 
 def _release_groups() -> None:
-    """Gives back this job's placement groups: Ray keeps those of an actor that died.
+    """Gives back our placement groups of this job: Ray keeps those of an actor that died. Others'
+    stay: a host such as verl's task runner has its own in the same job.
 
     Raises:
         RoleError: they did not come back in ``CLEAR_S``.
@@ -279,7 +280,9 @@ def _release_groups() -> None:
         ours = [
             name
             for name, facts in placement_group_table().items()
-            if name.endswith(job) and facts["state"] != "REMOVED"
+            if name.endswith(job)
+            and facts["name"].startswith(GROUP_PREFIX)
+            and facts["state"] != "REMOVED"
         ]
         if not ours:
             return

@@ -18,6 +18,7 @@ from rock_opd.progress import Progress
 from rock_opd.recipe_file import build_recipe
 
 ray = pytest.importorskip("ray")
+from rock_opd.actors.placement import GROUP_PREFIX  # noqa: E402
 from rock_opd.actors.processes import _states  # noqa: E402
 from rock_opd.supervisor import Patience, Wish, _release_groups, supervise  # noqa: E402  (needs ray)
 
@@ -48,7 +49,8 @@ def coordinator_class(folder: Path, plan: list[dict[str, Any]]):
         def run(self, recipe: Any, inputs: Any, restarts: Any) -> dict[str, Any]:
             from ray.util.placement_group import placement_group
 
-            group = placement_group([{"CPU": 1.5}])  # two of them find no room beside one another
+            # Two of them find no room beside one another.
+            group = placement_group([{"CPU": 1.5}], name=f"{GROUP_PREFIX}test")
             assert group.wait(60), "what the last life held has not been given back"
             lives = folder / "lives.jsonl"
             number = len(lives.read_text().splitlines()) if lives.exists() else 0
@@ -246,3 +248,22 @@ def test_a_second_ctrl_c_abandons_the_step(trial):
     with pytest.raises(KeyboardInterrupt):
         trial.go({"from": 0, "seconds": 100, "deaf": True})
     assert time.monotonic() - began < 60
+
+
+def test_the_placement_groups_of_others_in_the_same_job_stay():
+    """verl's task runner starts us in a job in which its queue has a group of its own."""
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+
+    ours, theirs = (
+        placement_group([{"CPU": 0.5}], name=name) for name in (f"{GROUP_PREFIX}run", "queue")
+    )
+    assert ours.wait(60) and theirs.wait(60)
+    _release_groups()
+    table = placement_group_table()
+    states = {g["name"]: g["state"] for g in table.values()}
+    assert states["queue"] == "CREATED" and states[f"{GROUP_PREFIX}run"] == "REMOVED"
+    remove_placement_group(theirs)

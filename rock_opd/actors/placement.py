@@ -25,6 +25,8 @@ from rock_opd.errors import PlacementError
 POLL_S = 2.0
 REMOTE_TEACHER_CPUS = 0.25
 """At most, for a teacher that others serve: it reads their answers, and holds no model."""
+GROUP_PREFIX = "rock_opd:"
+"""How the names of our placement groups begin."""
 PATIENCE_S = 10.0
 """Waiting shorter than this is not spoken of."""
 
@@ -349,7 +351,7 @@ class Placement:
             # A bundle must ask something: one byte, where the role asks nothing.
             [dict(need.resources) or {"memory": 1} for need in bundles],
             strategy=recipe.placement.strategy.upper(),
-            name=f"rock_opd:{recipe.run.name}-{uuid.uuid4().hex[:6]}",
+            name=f"{GROUP_PREFIX}{recipe.run.name}-{uuid.uuid4().hex[:6]}",
             bundle_label_selector=labels if any(labels) else None,
         )
         try:
