@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from rock_opd.engines.student_offload import ALL_PARTS, leave_device, return_to_device
 from rock_opd.engines.student_state import (
@@ -97,15 +100,23 @@ def open_group(device: torch.device, timeout_s: float | None = None) -> None:
     )
 
 
-def limit_groups(timeout_s: float) -> None:
-    """Every group of the process, not only the first, gets the limit.
+def open_groups() -> set[Any]:
+    """The process groups there are."""
+    return set(distributed_c10d._world.pg_map)
+
+
+def first_limit_s(device: torch.device) -> float:
+    """What the process's first group waits at most on this device."""
+    return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+
+
+def limit_groups(timeout_s: float, *, but: Collection[Any] = ()) -> None:
+    """Every group of the process, not only the first, gets the limit; those of ``but`` keep theirs.
 
     DeepSpeed 0.19.8 opens its data-parallel group without one, and torch 2.13 then takes its
     own default of 30 minutes. Can go when ``deepspeed.utils.groups`` passes a limit on.
     """
-    from torch.distributed import distributed_c10d
-
-    for group in distributed_c10d._world.pg_map:
+    for group in open_groups() - set(but):
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 

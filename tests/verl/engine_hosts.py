@@ -239,9 +239,47 @@ def most_weights_at_once(engine: Any) -> tuple[int, int]:
     return most, max(p.ds_numel for p in cut)
 
 
+def limits_s(engine: Any) -> set[float]:
+    """Of all groups that DeepSpeed reduces over."""
+    groups = engine._core.engine.optimizer.real_dp_process_group
+    cpu = torch.device("cpu")
+    return {group._get_backend(cpu).options._timeout.total_seconds() for group in groups}
+
+
 def held_state(engine: Any) -> list[tuple]:
     return [
         (kind, part.name, part.start, tensor.clone())
         for part in engine._core.parts()
         for kind, tensor in part.tensors.items()
     ]
+
+
+# ---------------------------------------------------------------- verl's whole actor worker
+
+
+def actor_worker_numbers(
+    _: Any, config: Any, batch: TensorDict, folder: str, with_ref: bool
+) -> dict[str, Any]:
+    """What verl's ``ActorRolloutRefWorker`` says as an actor under a command's config: of two
+    updates, of log-probabilities before them and of a reference model; saved to ``folder``.
+
+    Args:
+        with_ref: verl's FSDP2 keeps a reference model in pinned memory, which CPUs have not.
+    """
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    numbers: dict[str, Any] = {}
+    if with_ref:
+        ref = ActorRolloutRefWorker(config, role="ref")
+        ref.init_model()
+        numbers["ref_log_probs"] = ref.compute_ref_log_prob(batch.clone())["log_probs"].values()
+    actor = ActorRolloutRefWorker(config, role="actor")
+    actor.init_model()
+    numbers["log_probs"] = actor.compute_log_prob(batch.clone())["log_probs"].values()
+    for _ in range(2):
+        output = actor.update_actor(batch.clone())
+    numbers["metrics"] = tu.get(output, "metrics")
+    numbers["engine"] = type(actor.actor.engine).__name__
+    numbers["weights"] = per_tensor(actor.actor.engine)
+    actor.save_checkpoint(folder, None, 2, 1)
+    return numbers

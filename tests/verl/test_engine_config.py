@@ -83,7 +83,7 @@ def test_the_actor_gets_our_engine_with_the_keys_of_the_command():
     config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert isinstance(config.engine, DeepSpeedEngineConfig)
     assert config.engine is config.deepspeed
-    assert config.engine.strategy == "deepspeed"
+    assert config.strategy == config.engine.strategy == "deepspeed"
     assert (config.engine.zero_stage, config.engine.param_offload) == (3, True)
     assert config.engine.training_dtype == torch.float32
     assert config.engine.entropy_checkpointing
@@ -118,12 +118,6 @@ def test_a_critic_stays_on_verls_fsdp_engine():
     config = composed("critic.ppo_micro_batch_size_per_gpu=2")
     assert config.critic.strategy == "fsdp"
     assert instantiate(config.critic.fsdp).strategy == "fsdp"
-
-
-def test_verls_loss_sees_a_strategy_it_has_a_top_k_loss_for():
-    """Trap of verl 0.9: the layout of logits is chosen by the actor's strategy."""
-    assert actor().strategy == "fsdp"
-    assert plain().actor_rollout_ref.actor.strategy == "deepspeed"
 
 
 def test_verls_sft_trainer_takes_the_same_engine_and_optim_groups():

@@ -32,7 +32,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import enable_full_determinism
 
 from rock_opd.engines.causal_model import load_causal_model
-from rock_opd.engines.deepspeed_core import DeepSpeedCore, TrainSettings, open_group
+from rock_opd.engines.deepspeed_core import (
+    DeepSpeedCore,
+    TrainSettings,
+    first_limit_s,
+    limit_groups,
+    open_group,
+    open_groups,
+)
 from rock_opd.engines.student_offload import ALL_PARTS, GRADIENTS, OPTIMIZER, WEIGHTS
 from rock_opd.engines.student_state import DiskWrites
 from rock_opd.engines.student_weights import gathered
@@ -141,7 +148,10 @@ class DeepSpeedEngineWithLMHead(FSDPEngineWithLMHead):
         else:
             if config.enable_gradient_checkpointing:
                 self._hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+            before = open_groups()
             self._core = self._wrap()
+            # verl's groups keep verl's limits
+            limit_groups(first_limit_s(self._device), but=before)
             self.module = self._core.engine
             # verl's own schedule, on an optimizer that has a learning rate and nothing else
             rate = torch.optim.SGD([torch.zeros(1)], lr=self.optimizer_config.lr)
@@ -249,6 +259,7 @@ class DeepSpeedEngineWithLMHead(FSDPEngineWithLMHead):
         BaseEngine.to(self, device, model, optimizer, grad)  # checks; FSDP's moves FSDP modules
         if self._device.type != "cpu":
             self._move(device != "cpu", model=model, optimizer=optimizer, grad=grad)
+            torch.cuda.empty_cache()  # what left is for the rollout's engine
 
     def _move(self, back: bool, *, model: bool, optimizer: bool, grad: bool) -> None:
         if self._core is None:
@@ -268,15 +279,19 @@ class DeepSpeedEngineWithLMHead(FSDPEngineWithLMHead):
         if self._core is None:
             away = next(self.module.parameters()).device != self._device
             self.module.to(self._device)
-            yield
-            if away:
-                self.module.to("cpu")
+            try:
+                yield
+            finally:
+                if away:
+                    self.module.to("cpu")
             return
         away = parts & self._core.away
         self._core.return_to_device(away)
-        yield
-        if away:
-            self._core.leave_device(away)
+        try:
+            yield
+        finally:
+            if away:
+                self._core.leave_device(away)
 
     # ---------------------------------------------------------------- weights out
 

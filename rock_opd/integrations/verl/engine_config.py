@@ -150,9 +150,6 @@ class DeepSpeedActorConfig(ActorConfig):
                 "every rank reads whole sequences; use 1, or model_engine=dp",
             )
         self.engine = self.deepspeed
-        # verl 0.9.1 picks the code of its top-k distillation by this name, and ours lays logits out
-        # as FSDP's does. Can go when compute_topk_loss asks a registry.
-        object.__setattr__(self, "strategy", "fsdp")
 
 
 def refuse_unsupported(model: Any, checkpoint: Any) -> None:
