@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from rock_opd.errors import ConfigError
+from rock_opd.errors import ConfigError, RockOPDError
 
 SUPPORTED_VERL = ">=0.9,<0.10"
 """Versions whose plug-in points we were written against; the same as in the extra ``verl``."""
@@ -163,6 +163,8 @@ def _register(part: Part) -> None:
                     "of rock_opd have it)"
                 )
         importlib.import_module(part.module).register()
+    except RockOPDError as error:
+        _fail(part, str(error))
     except Exception as error:  # whatever it is, people who do not use the part need not stop
         _fail(part, f"{type(error).__name__}: {error}")
     else:
