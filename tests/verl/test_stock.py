@@ -12,7 +12,9 @@ import torch
 from tensordict import TensorDict
 from verl_configs import compose, distillation_args
 
+from rock_opd.config import PolicyConfig
 from rock_opd.errors import ConfigError
+from rock_opd.integrations.verl.registry import RegistryActor
 from rock_opd.integrations.verl.stock import (
     RockOPDSyncTrainer,
     TokenWeightsMixin,
@@ -114,6 +116,21 @@ def make_fields(*, topk: int = 1) -> TensorDict:
     return fields
 
 
+def mask_config() -> PolicyConfig:
+    return PolicyConfig(
+        name="rock_freeze",
+        top_k=1,
+        warmup_steps=1,
+        refresh_every=1,
+        min_count=1,
+        drop_most_frequent=0,
+    )
+
+
+def no_ids() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
 def put(queue, name: str):
     keys = [f"{name}-{i}" for i in range(len(LENGTHS))]
     return queue.kv_batch_put(
@@ -136,6 +153,7 @@ def one_step(trainer: Trainer, queue, step: int, name: str) -> tuple[list[list[f
     return [row.tolist() for row in got["token_weights"].unbind()], metrics
 
 
+@pytest.mark.slow
 def test_a_step_is_weighed_by_the_steps_before_it_alone(verl_ray, queue, tiny_models, tmp_path):
     trainer = make_trainer(tmp_path, tiny_models)
     first, metrics = one_step(trainer, queue, 1, "alone")
@@ -148,6 +166,7 @@ def test_a_step_is_weighed_by_the_steps_before_it_alone(verl_ray, queue, tiny_mo
     assert metrics["freeze/bounded_share"] == 0
 
 
+@pytest.mark.slow
 def test_a_step_is_counted_once(verl_ray, queue, tiny_models, tmp_path):
     trainer = make_trainer(tmp_path, tiny_models)
     one_step(trainer, queue, 1, "once")
@@ -155,6 +174,7 @@ def test_a_step_is_counted_once(verl_ray, queue, tiny_models, tmp_path):
         one_step(trainer, queue, 1, "once-more")
 
 
+@pytest.mark.slow
 def test_normalizer_kept_puts_the_weights_into_verls_denominator(
     verl_ray, queue, tiny_models, tmp_path
 ):
@@ -170,6 +190,7 @@ def test_normalizer_kept_puts_the_weights_into_verls_denominator(
             assert [row.tolist() for row in got["loss_mask"].unbind()] == weights
 
 
+@pytest.mark.slow
 def test_two_holders_of_a_run_share_one_registry(verl_ray, queue, tiny_models, tmp_path):
     one, other = (make_trainer(tmp_path, tiny_models) for _ in range(2))
     one_step(one, queue, 1, "shared")
@@ -177,6 +198,7 @@ def test_two_holders_of_a_run_share_one_registry(verl_ray, queue, tiny_models, t
     assert weights[0][2] == 0.0  # known from the other's step
 
 
+@pytest.mark.slow
 def test_the_registry_goes_on_from_a_checkpoint(verl_ray, queue, tiny_models, tmp_path):
     trainer = make_trainer(tmp_path, tiny_models)
     one_step(trainer, queue, 1, "saved")
@@ -196,6 +218,7 @@ def test_the_registry_goes_on_from_a_checkpoint(verl_ray, queue, tiny_models, tm
     assert weights[False] == [1.0] * 5  # without it nothing is known
 
 
+@pytest.mark.slow
 def test_another_policy_does_not_go_on_from_a_checkpoint(verl_ray, queue, tiny_models, tmp_path):
     trainer = make_trainer(tmp_path, tiny_models)
     one_step(trainer, queue, 1, "other")
@@ -206,6 +229,36 @@ def test_another_policy_does_not_go_on_from_a_checkpoint(verl_ray, queue, tiny_m
     with pytest.raises(Exception, match="policy was"):
         changed._load_checkpoint()
     verl_ray.kill(changed._registry)
+
+
+def test_the_mask_of_a_step_comes_from_the_steps_before_it():
+    actor = RegistryActor(
+        mask_config(), num_types=16, seed=0, frozen_list=None, guard_ids=no_ids(), fingerprints={}
+    )
+    signals, _, _ = batch_signals(make_fields())
+    first, second = actor.weigh(1, signals), actor.weigh(2, signals)
+    assert first.weight.tolist() == [1.0] * 9 and first.mask_version == 0
+    assert second.weight.tolist() == [1, 1, 0, 1, 1, 1, 1, 0, 1] and second.mask_version == 1
+    with pytest.raises(ValueError, match="must come from earlier steps"):
+        actor.weigh(2, signals)
+
+
+def test_a_registry_that_was_packed_gives_the_same_weights():
+    signals, _, _ = batch_signals(make_fields())
+    one, other = (
+        RegistryActor(
+            mask_config(),
+            num_types=16,
+            seed=0,
+            frozen_list=None,
+            guard_ids=no_ids(),
+            fingerprints={"seed": 0},
+        )
+        for _ in range(2)
+    )
+    one.weigh(1, signals)
+    other.unpack(*one.pack(1), "here")
+    assert other.weigh(2, signals).weight.tolist() == one.weigh(2, signals).weight.tolist()
 
 
 def test_a_token_outside_the_teachers_table_gets_the_least_log_ratio_it_can_have():

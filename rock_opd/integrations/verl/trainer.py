@@ -22,12 +22,13 @@ from verl.utils.tracking import Tracking
 from rock_opd.checkpoint import list_checkpoints
 from rock_opd.cli import step_line
 from rock_opd.driver import CoordinatorActor, anchor_paths, settle_run_dir
-from rock_opd.errors import ConfigError, PlacementError
+from rock_opd.errors import PlacementError
 from rock_opd.inputs import load_inputs
 from rock_opd.integrations.verl import plugin
 from rock_opd.integrations.verl.checkpoints import StepFolders, settle_resume
 from rock_opd.integrations.verl.recipe import epochs_cover, recipe_from_verl
 from rock_opd.integrations.verl.rows import RowFollower
+from rock_opd.integrations.verl.unread import unread_keys, verl_defaults
 from rock_opd.integrations.verl.unsupported import TRAINER
 from rock_opd.progress import Progress
 from rock_opd.supervisor import Wish, supervise
@@ -52,6 +53,8 @@ class RockOPDTrainer(PPOTrainer):
         """
         self.config = config
         recipe = recipe_from_verl(config)
+        if unread := unread_keys(config, verl_defaults(config.model_engine)):
+            _say(f"set, and not read by {TRAINER}: {', '.join(unread)}")
         with open_dict(config):  # read by the task runner once the trainer is up
             config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = (
                 f"{NoAgentLoop.__module__}.{NoAgentLoop.__qualname__}"
@@ -70,7 +73,6 @@ class RockOPDTrainer(PPOTrainer):
                 "trainer.device=cuda, and no node of the cluster offers a GPU to Ray; to train on "
                 "CPUs: +rock_opd.run.device=cpu"
             )
-        _refuse_pictures(self.config, self.recipe.data.prompts)
         self._inputs = load_inputs(self.recipe)
         self._steps_per_epoch = self._inputs.prompts.steps_per_epoch(
             self.recipe.rollout.prompts_per_step
@@ -142,29 +144,6 @@ class RockOPDTrainer(PPOTrainer):
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _refuse_pictures(config: DictConfig, prompts: str) -> None:
-    """verl reads pictures, videos and sounds from columns of the rows; we read text.
-
-    Raises:
-        ConfigError: there is such a column.
-    """
-    if Path(prompts).suffix != ".parquet" or not Path(prompts).is_file():
-        return  # told of where the file is read
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        names = pq.read_schema(prompts).names
-    except (pa.ArrowException, OSError):
-        return
-    for key in ("image_key", "video_key", "audio_key"):
-        if config.data.get(key) in names:
-            raise ConfigError(
-                f"{prompts}: column '{config.data[key]}' (data.{key}) is not supported by "
-                f"{TRAINER}: models of text alone are trained; drop the column"
-            )
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ is worse than a run that does not start.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,11 @@ ONLY = (
     Only("data.tokenizer", (), _NOT_HERE),
     Only("data.custom_cls.path", (), "rows are read as RLHFDataset's, by rock_opd.prompt_rows"),
     Only("data.prompt_key", ("prompt", "messages"), "name the column 'prompt' or 'messages'"),
+    Only(
+        "data.image_key", ("images",), "text alone is trained on: files with pictures are refused"
+    ),
+    Only("data.video_key", ("videos",), "only text is trained on"),
+    Only("data.audio_key", ("audios",), "only text is trained on"),
     Only("data.tool_config_path", (), "one turn, no tools"),
     Only("data.function_tool_path", (), "one turn, no tools"),
     Only(f"{ROLLOUT}.multi_turn.enable", (False,), "one turn, no tools"),
@@ -189,3 +195,12 @@ def _one_process_engines(config: DictConfig) -> None:
     for key, width in widths.items():
         if width != 1:
             raise not_supported(key, width, "set it to 1 on CPU")
+
+
+def refusal_table() -> str:
+    """``ONLY`` as the table of docs/verl.md."""
+    rows = ["| verl key | values | otherwise it says |", "|---|---|---|"]
+    for only in ONLY:
+        values = ", ".join(f"`{json.dumps(value)}`" for value in only.values) or "`null`"
+        rows.append(f"| `{only.verl}` | {values} | {only.supported} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,79 @@
+"""Keys of verl that a person set and our trainer does not read: told, so that none is passed over.
+
+Most are harmless (clipping ratios of PPO, micro-batches of a log-probability pass that does not
+exist here); which are is the person's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rock_opd.integrations.verl.recipe import KEYS
+from rock_opd.integrations.verl.unsupported import ACTOR, LOSS, ONLY, ROLLOUT, TRAINER
+
+READ_BESIDE = (
+    *(TRAINER, "hydra", "model_engine", "ray_kwargs", "transfer_queue"),
+    *("trainer.v1.trainer_mode", "trainer.use_v1", "trainer.nnodes", "trainer.logger"),
+    *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
+    *("trainer.resume_from_path", "trainer.checkpoint_callback_class", "trainer.val_before_train"),
+    *("distillation.teacher_models", "distillation.n_gpus_per_node", "distillation.nnodes"),
+    *(f"{LOSS}.loss_mode", f"{LOSS}.topk", f"{LOSS}.use_policy_gradient"),
+    *("algorithm.adv_estimator", "data.gen_batch_size", "data.truncation"),
+    *(f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+    *(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.checkpoint", f"{ACTOR}.optim.lr_warmup_steps"),
+    *(f"{ACTOR}.optim.min_lr_ratio", f"{ACTOR}.optim.num_cycles", f"{ACTOR}.optim.warmup_style"),
+    *(f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.response_length", f"{ROLLOUT}.engine_kwargs"),
+    *(f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+)
+"""Read elsewhere than by the tables, or asked for by verl itself; with all that is below them."""
+
+
+def unread_keys(config: DictConfig, defaults: DictConfig) -> list[str]:
+    """Keys whose value is not verl's default and which nothing of ours reads, in verl's order.
+
+    Args:
+        config: as the run has it.
+        defaults: verl's own of the same ``model_engine``, not resolved: a key that follows another
+            one was not set by the person.
+    """
+    read = {*READ_BESIDE, *(key.verl for key in KEYS), *(only.verl for only in ONLY)}
+    found = []
+    for key, value in _leaves(config):
+        parts = key.split(".")
+        if read & {".".join(parts[:n]) for n in range(1, len(parts) + 1)}:
+            continue
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(defaults, parent) if parent else defaults
+        if isinstance(node, DictConfig) and name in node:
+            if OmegaConf.is_interpolation(node, name) or OmegaConf.is_missing(node, name):
+                continue
+            if node[name] == value:
+                continue
+        found.append(key)
+    return found
+
+
+def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in node:
+        if OmegaConf.is_missing(node, name):
+            continue
+        value = node[name]
+        if isinstance(value, DictConfig) and len(value):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def verl_defaults(model_engine: str) -> DictConfig:
+    """verl's own config of a ``model_engine``, as ``main_ppo`` composes it without overrides."""
+    from hydra import compose, initialize_config_module
+
+    overrides = [
+        "hydra.searchpath=[pkg://rock_opd.integrations.verl.config]",
+        f"model_engine={model_engine}",
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=overrides)

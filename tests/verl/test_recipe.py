@@ -1,0 +1,228 @@
+"""verl's config as a recipe of ours, from verl's own yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from verl_configs import compose, distillation_args
+
+from rock_opd.config import Recipe
+from rock_opd.errors import ConfigError
+from rock_opd.integrations.verl.recipe import KEYS, key_table, recipe_from_verl
+from rock_opd.integrations.verl.unread import unread_keys, verl_defaults
+from rock_opd.integrations.verl.unsupported import ONLY, refusal_table
+
+ROOT = Path(__file__).parents[2]
+ARGS = distillation_args(Path("checkpoints/demo/tiny"))
+
+
+def recipe(*more: str) -> Recipe:
+    return recipe_from_verl(compose([*ARGS, *more]))
+
+
+def refusal(*more: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        recipe(*more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_keys_of_a_verl_command_reach_the_recipe():
+    found = recipe(
+        "data.seed=7",
+        "trainer.n_gpus_per_node=2",
+        "trainer.max_actor_ckpt_to_keep=3",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.deepspeed.zero_stage=3",
+        "distillation.n_gpus_per_node=2",
+        "trainer.total_training_steps=20",
+    )
+    assert (found.run.seed, found.run.num_steps, found.run.device) == (7, 20, "cpu")
+    assert str(found.run_dir) == "checkpoints/demo/tiny/rock_opd"
+    assert (found.student.model, found.student.num_ranks, found.student.zero_stage) == (
+        *("student", 2, 3),
+    )
+    assert (found.rollout.num_workers, found.rollout.samples_per_prompt) == (2, 2)
+    assert (found.rollout.prompts_per_step, found.rollout.max_model_len) == (4, 64 + 24)
+    assert (found.teacher.model, found.teacher.num_replicas) == ("teacher", 2)
+    assert found.student.micro_batch_tokens == 4 * (64 + 24)
+    assert (found.checkpoint.every, found.checkpoint.keep_last) == (1, 3)
+    assert found.eval.problems is None  # test_freq=-1
+
+
+def test_the_constant_rate_of_verl_is_a_cosine_that_does_not_fall():
+    assert recipe().optim.min_lr == recipe().optim.lr == 1e-3
+    cosine = recipe(
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=5",
+        "trainer.total_training_steps=20",
+    )
+    assert cosine.optim.min_lr == pytest.approx(1e-4)
+    assert cosine.optim.warmup_ratio == 5 / 20
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy_gradient", "divergence", "payload"),
+    [
+        ("k2", "false", "policy_gradient", "sampled"),
+        ("rock_k2", "false", "policy_gradient", "sampled"),
+        ("k1", "true", "policy_gradient", "sampled"),
+        ("rock_k1", "true", "policy_gradient", "sampled"),
+        ("rock_reverse_kl_topk", "false", "reverse_kl", "topk_tail"),
+    ],
+)
+def test_a_loss_becomes_the_one_with_the_same_gradient(mode, policy_gradient, divergence, payload):
+    found = recipe(
+        f"distillation.distillation_loss.loss_mode={mode}",
+        f"distillation.distillation_loss.use_policy_gradient={policy_gradient}",
+        "distillation.distillation_loss.topk=16",
+    )
+    assert (found.loss.divergence, found.teacher.payload) == (divergence, payload)
+    assert found.teacher.top_k == 16
+
+
+def test_k1_as_a_reward_and_k2_backpropagated_have_the_gradient_of_our_policy_gradient():
+    """What the table of losses rests on: (log q - log p) grad log q, token by token."""
+    import torch
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, kl_penalty
+    from verl.workers.config import ActorConfig
+
+    from rock_opd.core.objective import policy_gradient_loss
+
+    log_q = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    log_p = torch.tensor([-2.0, -1.5, -0.5, -1.0])
+
+    def gradient(loss) -> torch.Tensor:
+        leaf = log_q.clone().requires_grad_()
+        loss(leaf).backward()
+        return leaf.grad
+
+    ours = gradient(lambda leaf: policy_gradient_loss(leaf, log_p).mean())
+    k2 = gradient(lambda leaf: kl_penalty(leaf, log_p, "k2").mean())
+    actor = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    actor.global_batch_info.update(dp_size=1, batch_num_tokens=4, global_batch_size=1)
+    k1 = gradient(
+        lambda leaf: compute_policy_loss_vanilla(
+            old_log_prob=log_q[None],
+            log_prob=leaf[None],
+            advantages=-kl_penalty(leaf[None], log_p[None], "k1").detach(),
+            response_mask=torch.ones(1, 4),
+            loss_agg_mode="token-mean",
+            config=actor,
+        )[0]
+    )
+    assert ours.tolist() == ((log_q - log_p) / 4).tolist()
+    assert torch.allclose(k2, ours, atol=1e-7) and torch.allclose(k1, ours, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "mode", ["k1", "k3", "rock_k3", "abs", "forward_kl_topk", "rock_reverse_kl_topk_renorm"]
+)
+def test_a_loss_without_an_equal_is_refused_and_what_to_take_instead_is_said(mode):
+    text = refusal(f"distillation.distillation_loss.loss_mode={mode}")
+    assert f"distillation_loss.loss_mode={mode} is not supported by rock_opd: " in text
+
+
+def test_the_block_of_overrides_goes_before_verls_keys():
+    found = recipe(
+        "distillation.distillation_loss.loss_mode=k3",  # has no equal, and is not asked
+        "+rock_opd.loss.divergence=forward_kl",
+        "+rock_opd.teacher.payload=hidden",
+        "+rock_opd.policy.name=rock_freeze",
+        "+rock_opd.policy.top_k=3",
+    )
+    assert (found.loss.divergence, found.teacher.payload) == ("forward_kl", "hidden")
+    assert (found.policy.name, found.policy.top_k) == ("rock_freeze", 3)
+
+
+def test_a_wrong_key_of_the_block_names_the_nearest():
+    assert "did you mean 'policy.top_k'" in refusal("+rock_opd.policy.topk=3")
+    assert "trainer.default_local_dir" in refusal("+rock_opd.run.name=mine")
+
+
+REFUSED = {
+    "distillation.enabled=false": "distillation.enabled=False",
+    "distillation.distillation_loss.use_task_rewards=true": "use_task_rewards=True",
+    "distillation.distillation_loss.loss_max_clamp=5": "loss_max_clamp=5",
+    "algorithm.adv_estimator=gae": "algorithm.adv_estimator=gae",
+    "critic.enable=true": "critic.enable=True",
+    "actor_rollout_ref.actor.strategy=megatron": "actor.strategy=megatron",
+    "actor_rollout_ref.model.lora_rank=8": "model.lora_rank=8",
+    "actor_rollout_ref.actor.ppo_epochs=2": "actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2": "actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2": "ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": "loss_agg_mode=seq-mean",
+    "actor_rollout_ref.actor.use_kl_loss=true": "actor.use_kl_loss=True",
+    "actor_rollout_ref.rollout.multi_turn.enable=true": "multi_turn.enable=True",
+    "actor_rollout_ref.rollout.name=sglang": "rollout.name=sglang",
+    "actor_rollout_ref.rollout.top_k=20": "rollout.top_k=20",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "set it to 1 on CPU",
+    "+distillation.teacher_models={a:{model_path:x},b:{model_path:y}}": "one teacher",
+    "data.custom_cls.path=mine.py": "data.custom_cls.path=mine.py",
+    "reward.custom_reward_function.path=mine.py": "custom_reward_function.path=mine.py",
+    "data.prompt_key=question": "data.prompt_key=question",
+    "data.train_files=[a.parquet,b.parquet]": "one parquet or JSONL file",
+    "trainer.default_hdfs_dir=hdfs://x": "+rock_opd.run.mirror",
+    "+data.apply_chat_template_kwargs.tools=x": "apply_chat_template_kwargs.tools=x",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=linear": "lr_scheduler_type=linear",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=5": "lr_warmup_steps=5",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(override):
+    more = [override]
+    if override.startswith("+distillation.teacher_models"):
+        more = [f"+distillation.teacher_models.{n}.model_path={n}" for n in ("a", "b")]
+    text = refusal(*more)
+    assert text.startswith("verl config: ") and REFUSED[override] in text
+
+
+def test_on_gpus_all_roles_take_turns_on_the_trainers():
+    on_gpus = [a for a in ARGS if not a.startswith("+rock_opd.run.device")]
+    more = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    found = recipe_from_verl(compose([*on_gpus, *more]))
+    assert (found.run.device, found.placement.colocate) == ("cuda", "all")
+    assert (found.student.num_ranks, found.rollout.num_workers) == (4, 2)
+    with pytest.raises(ConfigError, match=r"trainer\.device=npu is not supported"):
+        recipe_from_verl(compose([*on_gpus, "trainer.device=npu"]))
+
+
+def test_a_value_out_of_range_names_verls_key_too():
+    text = refusal("actor_rollout_ref.actor.optim.lr=2")
+    assert "optim.lr must lie in" in text and "actor_rollout_ref.actor.optim.lr" in text
+
+
+def test_every_key_of_the_tables_exists_in_verls_own_config():
+    """A key that verl renamed would be passed over in silence."""
+    teacher = "distillation.teacher_models.teacher_model"
+    base = [a for a in ARGS if "deepspeed" not in a and "rock_opd.integrations" not in a]
+    configs = [compose(ARGS), compose(base)]
+    absent = "trainer.remove", object()
+    names = [key.verl.replace("<teacher>", teacher) for key in KEYS] + [only.verl for only in ONLY]
+    may_be_absent = {
+        "actor_rollout_ref.actor.optim.grad_clip",  # verl's old name, still read
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class",  # not in verl's yaml
+        "data.function_tool_path",
+    }
+    missing = [
+        name
+        for name in names
+        if all(OmegaConf.select(c, name, default=absent) is absent for c in configs)
+    ]
+    assert set(missing) <= may_be_absent
+
+
+def test_the_docs_hold_the_tables_as_they_are():
+    text = (ROOT / "docs" / "verl.md").read_text(encoding="utf-8")
+    assert key_table() in text and refusal_table() in text
+
+
+def test_a_key_that_nothing_reads_is_told_and_none_that_follows_another():
+    config = compose([*ARGS, "actor_rollout_ref.actor.clip_ratio=0.3", "data.max_prompt_length=99"])
+    OmegaConf.resolve(config)  # as verl's task runner does
+    defaults = verl_defaults(config.model_engine)
+    assert unread_keys(config, defaults) == ["actor_rollout_ref.actor.clip_ratio"]
