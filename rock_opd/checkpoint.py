@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,10 +25,12 @@ from rock_opd.config import Recipe
 from rock_opd.core.policies import TokenPolicy
 from rock_opd.core.registry import Registry
 from rock_opd.durable import (
+    UNREADABLE,
     FileFacts,
     digest,
     file_facts,
     first_difference,
+    json_object,
     storing,
     sync,
     total_bytes,
@@ -246,44 +247,73 @@ def load_checkpoint(run_dir: Path) -> Loaded:
     """
     refused: list[tuple[Path, str]] = []
     for step, path in reversed(list_checkpoints(run_dir)):
-        try:
-            why = flaw(path, step)
-            if why is None:
+        why = flaw(path, step)
+        if why is None:
+            try:
                 with np.load(path / "state.npz", allow_pickle=False) as npz:
                     arrays = {name: npz[name] for name in npz.files}
-                numbers = json.loads((path / "state.json").read_text(encoding="utf-8"))
+                numbers = json_object((path / "state.json").read_bytes())
                 return Loaded(step=step, path=path, numbers=numbers, arrays=arrays, refused=refused)
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-            why = f"it cannot be read ({' '.join(str(error).split())})"
+            except UNREADABLE as error:
+                why = _unreadable(error)
         refused.append((path, why))
+    raise _none_whole(run_dir, refused)
+
+
+def _none_whole(run_dir: Path, refused: list[tuple[Path, str]]) -> DataError:
     if refused:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in refused)
-        raise DataError(
+        return DataError(
             f"resume: no checkpoint under {run_dir / 'checkpoints'} is whole ({reasons}); start "
             "over under another run.name"
         )
-    raise DataError(
+    return DataError(
         f"resume: no whole checkpoint under {run_dir / 'checkpoints'}; start without "
         "resume=true, or set checkpoint.every so that there will be one"
     )
 
 
-def flaw(path: Path, step: int) -> str | None:
-    """Why a sealed folder must not be used; None when it may.
+def require_whole(run_dir: Path) -> int:
+    """The step of the newest checkpoint whose every file is as it was written.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: its seal cannot be read.
+        DataError: there is none; the message says what is wrong with each.
     """
-    content = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
-    if content.get("format") != FORMAT:
-        return f"format {content.get('format')}, this version reads {FORMAT}"
-    if content.pop("digest", None) != _seal_digest(content) or content["step"] != step:
-        return f"{COMPLETE} was changed after it was written"
-    files = {
-        name: FileFacts(num_bytes=num, digest=found)
-        for name, (num, found) in content["files"].items()
-    }
-    return first_difference(path, files)
+    refused: list[tuple[Path, str]] = []
+    for step, path in reversed(list_checkpoints(run_dir)):
+        if (why := flaw(path, step)) is None:
+            return step
+        refused.append((path, why))
+    raise _none_whole(run_dir, refused)
+
+
+def newest_whole(run_dir: Path) -> int | None:
+    """As ``require_whole``; None where there is none."""
+    try:
+        return require_whole(run_dir)
+    except DataError:
+        return None
+
+
+def flaw(path: Path, step: int) -> str | None:
+    """Why a sealed folder must not be used; None when it may."""
+    try:
+        content = json_object((path / COMPLETE).read_bytes())
+        if content.get("format") != FORMAT:
+            return f"format {content.get('format')}, this version reads {FORMAT}"
+        if content.pop("digest", None) != _seal_digest(content) or content["step"] != step:
+            return f"{COMPLETE} was changed after it was written"
+        files = {
+            name: FileFacts(num_bytes=num, digest=found)
+            for name, (num, found) in content["files"].items()
+        }
+        return first_difference(path, files)
+    except UNREADABLE as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: BaseException) -> str:
+    return f"it cannot be read ({' '.join(str(error).split()) or type(error).__name__})"
 
 
 def set_aside(path: Path) -> None:

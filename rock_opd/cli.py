@@ -140,10 +140,10 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
 
 def _tell_resume(cfg: Recipe, command: str) -> None:
     """After a run that broke off: how to go on, where there is something to go on from."""
-    from rock_opd.checkpoint import list_checkpoints
+    from rock_opd.checkpoint import newest_whole
 
-    if saved := list_checkpoints(cfg.run_dir):
-        click.echo(f"step {saved[-1][0]} is saved. To go on from it: {command}", err=True)
+    if (step := newest_whole(cfg.run_dir)) is not None:
+        click.echo(f"step {step} is saved. To go on from it: {command}", err=True)
 
 
 @cli.command()

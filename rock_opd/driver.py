@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rock_opd.checkpoint import list_checkpoints
+from rock_opd.checkpoint import list_checkpoints, require_whole
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
@@ -319,7 +319,7 @@ def settle_run_dir(recipe: Recipe, *, say: Callable[[str], None] = lambda line: 
         say: hears what came from the mirror.
 
     Raises:
-        StorageError, DataError: the mirror cannot be read, or nothing in it is whole.
+        StorageError, DataError: the mirror cannot be read, or nothing here or there is whole.
         ConfigError: another process has the folder, or it holds a run and resume is off, with
             ``run.on_existing`` fail; or resume is on and there is none.
     """
@@ -338,6 +338,7 @@ def settle_run_dir(recipe: Recipe, *, say: Callable[[str], None] = lambda line: 
         )
     if recipe.resume:
         claim(recipe.run_dir)
+        require_whole(recipe.run_dir)  # damage is told now, not once the engines are up
         return recipe
     for number in itertools.count(1):
         name = recipe.run.name if number == 1 else f"{recipe.run.name}-{number}"

@@ -7,8 +7,12 @@ that was synced before. A digest tells a file that was cut, or changed, afterwar
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +24,12 @@ from rock_opd.errors import StorageError
 
 HASHERS = 8
 """Files hashed at once; hashing leaves the interpreter to others."""
+UNREADABLE = (
+    *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error),
+)
+"""What reading a file that others may have changed can raise: a zip whose flags were turned is
+encrypted, or packed in a way nobody knows; a bracket repeated is nested too deep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,21 @@ def first_difference(folder: Path, files: dict[str, FileFacts]) -> str | None:
             if facts != files[name]:
                 return f"{name} was changed after it was written (its digest is another one)"
     return None
+
+
+def json_object(data: str | bytes) -> dict[str, Any]:
+    """The one JSON object that a text of ours must be.
+
+    Raises:
+        ValueError: it is something else: no UTF-8, no JSON, another value, nested too deep.
+    """
+    try:
+        value = json.loads(data if isinstance(data, str) else data.decode())
+    except RecursionError:
+        raise ValueError("its brackets are nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds no JSON object but {type(value).__name__}")
+    return value
 
 
 def sync(path: Path) -> None:

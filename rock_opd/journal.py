@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from rock_opd.durable import storing, sync, total_bytes
+from rock_opd.durable import UNREADABLE, json_object, storing, sync, total_bytes
 from rock_opd.types import Rollout, SampleRequest
 
 ROLLOUT_FIELDS = (
@@ -138,10 +137,10 @@ class Journal:
         try:
             with np.load(path, allow_pickle=False) as npz:
                 arrays = {name: npz[name] for name in npz.files}
-            header = json.loads(arrays.pop("header").tobytes())
+            header = json_object(arrays.pop("header").tobytes())
             rollouts = unpack_rollouts(header["rows"], arrays)
             other = self._other(header, step, version, rollouts, requests)
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        except UNREADABLE as error:
             other = f"it is damaged ({' '.join(str(error).split())})"
         if other is None:
             return Found(rollouts=rollouts)

@@ -51,6 +51,8 @@ class Keeper:
             ConfigError: there can be no mirror where the recipe wants it.
         """
         self._log = RunLog(self._recipe, resume_step=resume_step, on_error=self._cannot_store)
+        for line in self._log.damaged:
+            self._progress.say(line)
         self._journal = Journal(self._recipe.run_dir, fingerprint=fingerprint)
         if resume_step is None:
             self._journal.clear()

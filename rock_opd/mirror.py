@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rock_opd.checkpoint import COMPLETE, flaw, list_checkpoints, seal_text
+from rock_opd.checkpoint import COMPLETE, flaw, list_checkpoints, newest_whole, seal_text
 from rock_opd.config import Recipe
-from rock_opd.durable import FileFacts, file_facts, storing
+from rock_opd.durable import FileFacts, file_facts, json_object, storing
 from rock_opd.errors import DataError, StorageError
 from rock_opd.mirror_store import Job, Store, limited, open_store, reason
 from rock_opd.runlock import NAME as LOCK
@@ -193,9 +193,9 @@ class Mirror:
             self._claimed = True
             return
         try:
-            owner = json.loads(self._store.read(OWNER))
+            owner = json_object(self._store.read(OWNER))
             theirs = owner["owner"] != self._id
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError):
             return  # cut short; nobody else says that it is theirs
         if theirs:
             raise StorageError(
@@ -228,7 +228,7 @@ class Mirror:
             if self._store.read(last) == text:
                 return
             self._store.remove(last)  # of a life of the run that went otherwise
-        for file, (num_bytes, found) in json.loads(text)["files"].items():
+        for file, (num_bytes, found) in json_object(text)["files"].items():
             facts = FileFacts(num_bytes=num_bytes, digest=found)
             self._put(path / file, f"{name}/{file}", facts, there)
         self._push_log(f"{name}/log/", LOGS)
@@ -332,7 +332,7 @@ def pull(recipe: Recipe) -> list[str]:
     Raises:
         ConfigError: as ``open_store``.
         StorageError: the mirror cannot be read, the folder not written.
-        DataError: the folder holds no checkpoint, and the mirror none that is whole.
+        DataError: the folder holds no checkpoint at all, and the mirror none that is whole.
     """
     store = open_store(recipe)
     limit = recipe.run.phase_timeout_s
@@ -341,7 +341,9 @@ def pull(recipe: Recipe) -> list[str]:
 
 
 def _pull(store: Store, run_dir: Path) -> list[str]:
-    own = max((step for step, _ in list_checkpoints(run_dir)), default=-1)
+    here = list_checkpoints(run_dir)
+    whole = newest_whole(run_dir)
+    own = -1 if whole is None else whole
     there = store.files()
     newer = [
         step
@@ -356,16 +358,17 @@ def _pull(store: Store, run_dir: Path) -> list[str]:
             why = _get_sealed(store, name, there, staging / name, step)
             if why is None:
                 _get_rest(store, there, staging, step)
-                _move_in(run_dir, staging, step, aside=own >= 0)
+                _move_in(run_dir, staging, step, aside=bool(here))
                 lines = [f"step {step} comes from the mirror {store.uri}"]
-                if own >= 0:
+                if here:
+                    had = f"step {own}" if own >= 0 else "no whole checkpoint"
                     lines[0] += (
-                        f"; the run's folder had step {own}, which is in {run_dir / ASIDE} now"
+                        f"; the run's folder had {had}, what it held is in {run_dir / ASIDE} now"
                     )
                 return [*refused, *lines]
         refused.append(f"mirror: checkpoint step_{step:06d} is not used: {why}")
     shutil.rmtree(staging, ignore_errors=True)
-    if own < 0 and refused:
+    if not here and refused:
         raise DataError(
             f"resume: no checkpoint at {store.uri} is whole ("
             + "; ".join(line.removeprefix("mirror: checkpoint ") for line in refused)
@@ -378,7 +381,7 @@ def _get_sealed(store: Store, name: str, there: dict[str, int], to: Path, step: 
     """Brings a folder that says it is whole; why it is not, or None."""
     text = store.read(f"{name}/{COMPLETE}")
     try:
-        files = list(json.loads(text)["files"])
+        files = list(json_object(text)["files"])
         if any(PurePosixPath(f).is_absolute() or ".." in PurePosixPath(f).parts for f in files):
             return f"{COMPLETE} names files outside the folder"
         to.mkdir(parents=True)
@@ -387,7 +390,7 @@ def _get_sealed(store: Store, name: str, there: dict[str, int], to: Path, step: 
             if f"{name}/{file}" in there:
                 store.get(f"{name}/{file}", to / file)
         return flaw(to, step)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return f"{COMPLETE} cannot be read ({reason(error)})"
 
 

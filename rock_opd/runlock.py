@@ -22,12 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rock_opd.durable import storing
+from rock_opd.durable import UNREADABLE, json_object, storing
 from rock_opd.errors import ConfigError
 
 NAME = "run.lock"
 BEAT_S = 30.0
 STALE_S = 300.0
+MAX_BYTES = 4096
+"""A claim is shorter."""
 
 
 class RunTaken(ConfigError):
@@ -130,10 +132,11 @@ def _kernel_lock(file: IO[str]) -> bool | None:
 def _owner(file: IO[str]) -> _Owner | None:
     file.seek(0)
     try:
-        facts = json.load(file)
-        return _Owner(host=str(facts["host"]), pid=int(facts["pid"]), since=str(facts["since"]))
-    except (ValueError, KeyError, TypeError):
-        return None  # nobody's yet, or cut short by a death
+        facts = json_object(file.read(MAX_BYTES))
+        host, since = (" ".join(str(facts[name]).split()) for name in ("host", "since"))
+        return _Owner(host=host, pid=int(facts["pid"]), since=since)
+    except UNREADABLE:
+        return None  # nobody's yet, cut short by a death, or something else
 
 
 def _lives(owner: _Owner, path: Path, *, guarded: bool) -> bool:

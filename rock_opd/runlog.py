@@ -24,7 +24,7 @@ import numpy as np
 
 from rock_opd.config import LogConfig, Recipe
 from rock_opd.core.registry import Registry
-from rock_opd.durable import storing
+from rock_opd.durable import json_object, storing
 from rock_opd.errors import DataError, StorageError
 from rock_opd.measure import Measured
 from rock_opd.models import tokenizer_fingerprint
@@ -111,11 +111,15 @@ class RunLog:
         self._metrics_path = self.dir / "metrics.jsonl"
         self._events_path = self.dir / "events.jsonl"
         self._waiting: dict[Path, list[str]] = {}
+        self.damaged: list[str] = []
+        """What of the log gone on with was of no use, in words."""
         keep = 0 if resume_step is None else resume_step
         with storing("the run", self.dir):
             (self.dir / "registry").mkdir(parents=True, exist_ok=True)
             for path in (self._metrics_path, self._events_path):
-                _drop_after(path, keep if resume_step is not None else -1)
+                num = _drop_after(path, keep if resume_step is not None else -1)
+                if num and resume_step is not None:
+                    self.damaged.append(f"{path.name}: {num} lines could not be read and are gone")
             for folder in ("registry", "occurrences"):
                 for file in (self.dir / folder).glob("step_*.parquet*"):
                     step = file.name.removeprefix("step_").partition(".")[0]
@@ -290,19 +294,28 @@ def type_rows(
     ]
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Keeps the lines of steps up to ``step``; a torn last line goes too. -1 empties the file."""
+def _drop_after(path: Path, step: int) -> int:
+    """Keeps the lines of steps up to ``step``; a torn last line goes too. -1 empties the file.
+
+    Returns:
+        How many other lines were no step's line at all, and are gone.
+    """
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return 0
+    kept, damaged = [], 0
+    content = path.read_bytes()
+    for line in content.splitlines(keepends=True):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            at = json_object(line)["step"]
+            if type(at) is not int:
+                raise ValueError("a step is a whole number")
+        except (ValueError, KeyError):
+            damaged += line.endswith(b"\n")
             continue
-        if row["step"] <= step:
-            kept.append(line + "\n")
+        if at <= step:
+            kept.append(line.decode().rstrip("\r\n") + "\n")
     write_atomic(path, "".join(kept))
+    return damaged
 
 
 def _sinks(cfg: LogConfig, run_dir: Path, recipe: Recipe, *, purge_step: int) -> list[Any]:

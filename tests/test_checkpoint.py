@@ -19,7 +19,9 @@ from rock_opd.checkpoint import (
     identity,
     list_checkpoints,
     load_checkpoint,
+    newest_whole,
     pack_state,
+    require_whole,
     seal,
     set_aside,
     unpack_state,
@@ -124,7 +126,7 @@ def test_a_run_without_probe_set_and_held_out_responses_comes_back_empty():
     assert len(back.probe.loss_pre) == 0 and registry.ccr is None
 
 
-def damages() -> dict[str, tuple[Callable[[Path], object], str]]:
+def damages() -> dict[str, tuple[Callable[[Path], object], str | None]]:
     def seal_of(change: Callable[[dict], object]) -> Callable[[Path], object]:
         def write(folder: Path) -> None:
             content = json.loads((folder / "complete.json").read_text())
@@ -141,7 +143,24 @@ def damages() -> dict[str, tuple[Callable[[Path], object], str]]:
     def cut(folder: Path) -> None:
         os.truncate(folder / "state.npz", 1000)
 
+    def sealed_by(content: bytes) -> tuple[Callable[[Path], object], str]:
+        return lambda f: (f / "complete.json").write_bytes(content), "it cannot be read"
+
     return {
+        "its seal a list": sealed_by(b"[]"),
+        "its seal null": sealed_by(b"null"),
+        "its seal a number": sealed_by(b"5"),
+        "its seal deep brackets": sealed_by(b"[" * 100_000),
+        "its seal deep braces": sealed_by(b'{"a":' * 100_000),
+        "its seal no text": sealed_by(b"\xff\xfe{}"),
+        "its seal a folder": (
+            lambda f: [(f / "complete.json").unlink(), (f / "complete.json").mkdir()],
+            None,
+        ),
+        "its seal of lists": (
+            seal_of(lambda c: c.update(files=[1])),
+            "complete.json was changed",
+        ),
         "one bit": (flip, "student/weights was changed after it was written"),
         "cut": (cut, "state.npz has 1000 bytes"),
         "a file less": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
@@ -163,7 +182,10 @@ def test_a_torn_or_tampered_checkpoint_is_refused_and_the_one_before_it_is_used(
         save(tmp_path, step)
     damage(tmp_path / "checkpoints" / "step_000006")
     found = load_checkpoint(tmp_path)
-    assert found.step == 3
+    assert found.step == newest_whole(tmp_path) == 3
+    if message is None:  # not even listed
+        assert found.refused == []
+        return
     ((path, why),) = found.refused
     assert path.name == "step_000006" and re.search(message, why) and "\n" not in why
 
@@ -171,8 +193,10 @@ def test_a_torn_or_tampered_checkpoint_is_refused_and_the_one_before_it_is_used(
     assert load_checkpoint(tmp_path).refused == []
     assert (tmp_path / "checkpoints" / "step_000006.damaged").is_dir()
     damage(tmp_path / "checkpoints" / "step_000003")
-    with pytest.raises(DataError, match=rf"is whole \(step_000003: .*{message}"):
-        load_checkpoint(tmp_path)
+    for read in (load_checkpoint, require_whole):
+        with pytest.raises(DataError, match=rf"is whole \(step_000003: .*{message}"):
+            read(tmp_path)
+    assert newest_whole(tmp_path) is None
 
 
 def test_a_folder_without_its_seal_is_no_checkpoint(tmp_path):

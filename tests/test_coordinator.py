@@ -18,13 +18,14 @@ from rock_opd.checkpoint import load_checkpoint
 from rock_opd.config import Recipe
 from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
-from rock_opd.driver import shared_memory_lines
+from rock_opd.driver import settle_run_dir, shared_memory_lines
 from rock_opd.durable import file_facts, storing
 from rock_opd.errors import DataError, NumericsError, StorageError
 from rock_opd.inputs import Inputs, context_encoder
 from rock_opd.occurrences import build_registry, read_info
 from rock_opd.progress import Progress
 from rock_opd.recipe_file import build_recipe
+from rock_opd.runlock import claim
 from rock_opd.sampling import sample_seed
 from rock_opd.types import Prompt, Rollout, StepResult, TeacherScores, TrainBatch
 
@@ -883,6 +884,34 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(tmp_path, da
     assert any("going on from step 2 instead" in str(line) for line in two.progress.lines)
     assert [e["step"] for e in events(again, "replay")] == [3, 4, 5]
     assert (cut.run_dir / "checkpoints" / "step_000004.damaged").is_dir()
+
+
+def test_lines_of_the_log_that_are_no_steps_lines_go_and_are_counted(tmp_path):
+    one = coordinator(make_recipe(tmp_path / "whole"), Roles())
+    one.run()
+    damaged = make_recipe(tmp_path / "damaged", "run.stop_after=3")
+    coordinator(damaged, Roles()).run()
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (damaged.run_dir / name).open("ab") as file:
+            lines_ = [b"5", b"null", b'{"a": 1}', b'{"step": "3"}', b'{"step": true}', b"\xff\xfe"]
+            file.write(b"\n".join([*lines_, b"[" * 100_000, b'{"step": 3, "torn']))
+    two = coordinator(make_recipe(tmp_path / "damaged", "resume=true"), Roles())
+    two.run()
+    same_run(one, two)
+    told = [str(line) for line in two.progress.lines if "could not be read" in str(line)]
+    assert told == [
+        f"{name}: 7 lines could not be read and are gone"
+        for name in ("metrics.jsonl", "events.jsonl")
+    ]
+
+
+def test_a_run_with_nothing_whole_to_go_on_from_is_refused_before_its_engines_start(tmp_path):
+    recipe = make_recipe(tmp_path, "run.stop_after=1")
+    coordinator(recipe, Roles()).run()
+    (recipe.run_dir / "checkpoints" / "step_000001" / "complete.json").write_text("[]")
+    with pytest.raises(DataError, match=r"no checkpoint under .* \(step_000001: it cannot be read"):
+        settle_run_dir(make_recipe(tmp_path, "resume=true"))
+    claim(recipe.run_dir).release()
 
 
 # ---------------------------------------------------------------- numbers that are not finite

@@ -131,6 +131,19 @@ def test_a_damaged_journal_is_not_used(tmp_path, damage):
     assert found.rollouts is None and "it is damaged" in found.refused
 
 
+@pytest.mark.parametrize("header", [b"[]", b"null", b"[" * 100_000, b'{"rows": 5}', b"\xff"])
+def test_a_journal_whose_header_is_something_else_is_not_used(tmp_path, header):
+    answers = rollouts(7)
+    journal = Journal(tmp_path, fingerprint="a")
+    journal.write(3, 2, answers)
+    file = tmp_path / "journal" / "step_000003.npz"
+    with np.load(file) as npz:
+        arrays = dict(npz) | {"header": np.frombuffer(header, np.uint8)}
+    np.savez(file, **arrays)
+    found = journal.read(3, 2, requests(answers))
+    assert found.rollouts is None and "it is damaged" in found.refused
+
+
 def test_a_sampled_token_costs_about_eight_bytes(tmp_path):
     num, length = 8, 20_000
     rng = np.random.default_rng(0)

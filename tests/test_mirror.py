@@ -271,6 +271,14 @@ def torn_seal(folder: Path) -> None:
     (folder / "complete.json").write_text('{"files": {"')
 
 
+def deep_seal(folder: Path) -> None:
+    (folder / "complete.json").write_text("[" * 100_000)
+
+
+def no_object(folder: Path) -> None:
+    (folder / "complete.json").write_text("[]")
+
+
 def changed(folder: Path) -> None:
     path = folder / "state.npz"
     data = bytearray(path.read_bytes())
@@ -293,6 +301,8 @@ def outside(folder: Path) -> None:
     [
         (no_seal, None),
         (torn_seal, "complete.json cannot be read"),
+        (deep_seal, "complete.json cannot be read"),
+        (no_object, "complete.json cannot be read"),
         (changed, "state.npz was changed after it was written"),
         (lost, "student/updates is missing"),
         (outside, "names files outside the folder"),
@@ -348,6 +358,25 @@ def test_the_folder_wins_unless_the_mirror_is_ahead_and_nothing_is_mixed(tmp_pat
     one = coordinator(mirrored(tmp_path / "whole", tmp_path / "other"), Roles())
     one.run()
     same_run(one, two)
+
+
+@pytest.mark.parametrize("steps", [(4,), (2, 4)])
+def test_where_the_folders_newest_is_damaged_the_mirrors_of_the_same_step_serves(
+    tmp_path, store, steps
+):
+    one = coordinator(mirrored(tmp_path / "whole", tmp_path / "other"), Roles())
+    one.run()
+    local = mirrored(tmp_path / "a", store, "run.stop_after=4")
+    coordinator(local, Roles()).run()
+    for step in steps:
+        changed(local.run_dir / "checkpoints" / f"step_00000{step}")
+    again, [line] = settled(mirrored(tmp_path / "a", store, "resume=true"))
+    had = "step 2" if steps == (4,) else "no whole checkpoint"
+    assert line.startswith("step 4 comes from the mirror") and f"folder had {had}," in line
+    two = coordinator(again, Roles())
+    two.run()
+    same_run(one, two)
+    assert (local.run_dir / "before_mirror/checkpoints/step_000004").is_dir()
 
 
 def test_a_life_that_goes_on_from_an_older_step_replaces_what_the_newer_one_left(tmp_path, store):

@@ -123,9 +123,22 @@ def test_a_claim_from_another_machine_holds_while_it_is_touched(tmp_path):
     assert not folder.exists()
 
 
-def test_a_lock_that_was_cut_short_is_nobodys(tmp_path):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"host": "el',
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"host": "elsewhere", "pid": 1e400, "since": "noon"}',
+        b'{"host": "elsewhere", "pid": [], "since": "noon"}',
+    ],
+    ids=["cut short", "list", "null", "deep", "no text", "endless number", "no number"],
+)
+def test_a_lock_that_says_nothing_of_sense_is_nobodys(tmp_path, content):
     (tmp_path / "t").mkdir()
-    (tmp_path / "t" / NAME).write_text('{"host": "el')
+    (tmp_path / "t" / NAME).write_bytes(content)
     lock = claim(tmp_path / "t")
     assert lock.taken_over is None
     (tmp_path / "t" / "kept").write_text("")
