@@ -13,7 +13,8 @@ import numpy as np
 from rock_opd.bans import Answer, mixed_batches, naive_loop
 from rock_opd.config import Recipe
 from rock_opd.core.policies import audit_rng, make_policy
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.knockout import banning_engines, lot_size, read_task
 from rock_opd.tables import Report, Say, Track
 from rock_opd.types import StepSignals

@@ -40,7 +40,8 @@ from rock_opd.core.metrics import (
     train_metrics,
 )
 from rock_opd.core.policies import audit_rng
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.data import given_rollouts
 from rock_opd.durable import digest
 from rock_opd.errors import NumericsError, StorageError

@@ -19,8 +19,8 @@ import numpy as np
 
 from rock_opd.config import PolicyConfig
 from rock_opd.core.cutoff import PromptStats, Stability, coverage, recommend_k, stability
-from rock_opd.core.registry import TokenStats
 from rock_opd.core.selection import select_types, type_score
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import ConfigError, DataError
 from rock_opd.occurrences import read, read_info
 from rock_opd.plots import cutoff_figure

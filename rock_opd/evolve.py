@@ -23,7 +23,7 @@ from rock_opd.core.analysis import (
     type_means,
 )
 from rock_opd.core.families import family
-from rock_opd.core.registry import TokenStats
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import ConfigError, DataError
 from rock_opd.occurrences import read, read_info
 from rock_opd.pairing import same_responses

@@ -25,7 +25,7 @@ from rock_opd.config import Recipe
 from rock_opd.core.analysis import stagnation_groups
 from rock_opd.core.batching import build_batches
 from rock_opd.core.gradients import TypeGradients
-from rock_opd.core.registry import TokenStats
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import ConfigError, DataError, NumericsError
 from rock_opd.measure import deal_rollouts
 from rock_opd.models import load_config, load_tokenizer, num_real_ids, tokenizer_fingerprint

@@ -30,7 +30,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rock_opd.core.context import Positions
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import DataError, NumericsError
 from rock_opd.occurrence_format import (
     SCHEMA,

@@ -28,7 +28,8 @@ from rock_opd.checkpoint import (
     write_state,
 )
 from rock_opd.core.policies import make_policy
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.durable import file_facts
 from rock_opd.errors import DataError
 from rock_opd.evaluate import HeldoutKL

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import rock_opd.occurrences as module
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import DataError, NumericsError
 from rock_opd.occurrence_format import NUM_EMPTY_KEY
 from rock_opd.occurrences import (

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
-from rock_opd.core.registry import TokenStats
+from rock_opd.core.token_stats import TokenStats
 
 IdList = Sequence[int] | np.ndarray
 

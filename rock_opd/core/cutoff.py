@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rock_opd.core.analysis import IdList, rank_correlation
-from rock_opd.core.registry import TokenStats
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import NumericsError
 
 

@@ -7,14 +7,12 @@ to the smaller id everywhere. Shape letters: ``V`` types, ``F`` rocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 from scipy.special import ndtri, stdtrit
 
-if TYPE_CHECKING:
-    from rock_opd.core.registry import TokenStats
+from rock_opd.core.token_stats import TokenStats
 
 IdList = Sequence[int] | np.ndarray
 

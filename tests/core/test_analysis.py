@@ -23,7 +23,7 @@ from rock_opd.core.analysis import (
     stagnation_groups,
     type_means,
 )
-from rock_opd.core.registry import TokenStats
+from rock_opd.core.token_stats import TokenStats
 
 
 def test_means_are_ratios_of_sums_over_all_tokens():

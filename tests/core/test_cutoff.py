@@ -16,7 +16,7 @@ from rock_opd.core.cutoff import (
     spearman_on_union,
     stability,
 )
-from rock_opd.core.registry import TokenStats
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import NumericsError
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from rock_opd.core.policies import POLICIES, TypePolicy, audit_rng, make_policy
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
 from rock_opd.core.selection import select_types
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.core.windows import rock_windows, spans
 from rock_opd.dead_keys import READ_BY
 from rock_opd.errors import ConfigError, DataError

@@ -7,8 +7,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
 from rock_opd.core.selection import select_types
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import DataError, NumericsError
 
 V = 50

@@ -10,7 +10,6 @@ import pytest
 from scipy import stats as distributions
 
 from rock_opd.config import SCORES
-from rock_opd.core.registry import TokenStats
 from rock_opd.core.selection import (
     joint_minimum,
     match_random,
@@ -19,6 +18,7 @@ from rock_opd.core.selection import (
     select_types,
     type_score,
 )
+from rock_opd.core.token_stats import TokenStats
 
 V = 50
 

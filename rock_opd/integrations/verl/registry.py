@@ -19,7 +19,8 @@ from rock_opd.checkpoint import RunState, pack_state, unpack_state
 from rock_opd.config import PolicyConfig
 from rock_opd.core.metrics import freeze_metrics
 from rock_opd.core.policies import audit_rng
-from rock_opd.core.registry import Registry, TokenStats
+from rock_opd.core.registry import Registry
+from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import ConfigError
 from rock_opd.inputs import build_policy
 from rock_opd.types import StepSignals
