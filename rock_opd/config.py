@@ -631,7 +631,8 @@ class CheckpointConfig:
     parameter, shared by all ranks; for ``hf`` the model once more on rank 0)."""
     on_error: str = "stop"
     """When a file of the run cannot be written (a full disk): stop, or warn: say so each time and
-    go on; the last whole checkpoint stays either way."""
+    go on; the last whole checkpoint stays either way. What the run must leave at its end, and
+    cannot write even then, is an error under both."""
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.every", self.every, 0)

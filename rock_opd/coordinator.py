@@ -493,10 +493,8 @@ class Coordinator:
         self.log.event(
             "evaluate", state.step, **found, best=best, seconds=time.monotonic() - started
         )
-        if best:
-            state.best_accuracy = accuracy
-            if self.recipe.checkpoint.keep_best:
-                self._keeper.save_model("best")
+        if best and (not self.recipe.checkpoint.keep_best or self._keeper.save_model("best")):
+            state.best_accuracy = accuracy  # of what best/ holds: one that was lost is no mark
         return accuracy
 
     # ---------------------------------------------------------------- checkpoint, resume, end
@@ -541,18 +539,20 @@ class Coordinator:
             self._alarms.load_state_dict(self.state.alarms)
         self.roles.turn("student")
         self.roles.students.load_state(found.path / "student")
-        self._keeper.saved_step = found.step
+        self._keeper.goes_on_from(found.step)
         self.roles.turn("student", "rollout")
         self._push_weights()
         return refused
 
     def _finish(self) -> dict[str, Any]:
-        """Saves what the run leaves behind; an interrupted run leaves a checkpoint and says so."""
+        """Saves what the run leaves behind; an interrupted run leaves a checkpoint and says so.
+
+        Raises:
+            StorageError: not all of it could be written, whatever ``checkpoint.on_error`` says.
+        """
         state, recipe = self.state, self.recipe
         whole = state.step >= self.num_steps
-        self._keeper.save(state.step)
-        self._keeper.settle()
-        self._keeper.close()
+        self._keeper.save_last(state.step)
         self._snapshot()
         summary: dict[str, Any] = {
             "name": recipe.run.name,
@@ -569,11 +569,7 @@ class Coordinator:
             **heldout_summary(None, None, frozen=np.zeros(0, bool), seed=recipe.run.seed),
         }
         if not whole:
-            self.log.event("stop", state.step)
-            self.log.summary(summary)
-            self.log.close()
-            self._keeper.finish_mirror()
-            return summary
+            return self._close(summary, "stop", self._keeper.missing(state.step, model=True))
         after = None
         if state.heldout:
             self.progress.phase = "held-out KL after"
@@ -583,11 +579,16 @@ class Coordinator:
         summary["samples"] = self._before_and_after()
         summary["accuracy"] = self._evaluate()
         self.progress.phase = "saving"
-        self._keeper.save_model("model")
-        self.log.event("finish", state.step)
+        missing = self._keeper.missing(state.step, model=self._keeper.save_model("model"))
+        summary["finished"] = not missing
+        return self._close(summary, "finish", missing)
+
+    def _close(self, summary: dict[str, Any], event: str, missing: list[str]) -> dict[str, Any]:
+        self.log.event(event, self.state.step)
         self.log.summary(summary)
         self.log.close()
         self._keeper.finish_mirror()
+        self._keeper.require_end(self.state.step, missing)
         return summary
 
     def _top_types(self, num: int) -> dict[str, Any]:

@@ -39,6 +39,10 @@ class Keeper:
         self._telling = False
         self.saved_step = -1
         """Step of the newest checkpoint of this run, written or on its way."""
+        self._whole_step = -1
+        """Step of the newest one that is whole."""
+        self._why: StorageError | None = None
+        """What could not be stored last, where the recipe says to go on."""
 
     def open(self, *, resume_step: int | None, fingerprint: str) -> tuple[RunLog, Journal]:
         """The run's log and journal: new ones, or cut back to the step it goes on from.
@@ -61,6 +65,10 @@ class Keeper:
             self._saver.spared = lambda: mirror.in_use
             mirror.wake(self._progress.step)
         return self._log, self._journal
+
+    def goes_on_from(self, step: int) -> None:
+        """Told of the checkpoint with which the run goes on."""
+        self.saved_step = self._whole_step = step
 
     def save(self, step: int, *, checkpoint: bool = True, hf: bool = False) -> None:
         """Begins what is due; the round before must be on disk first."""
@@ -86,6 +94,46 @@ class Keeper:
             self._progress.phase = "writing"
             with self.disk():
                 self._tell(self._saver.wait())
+
+    def save_last(self, step: int) -> None:
+        """The checkpoint with which the run ends; one that was lost on its way is tried again."""
+        self.save(step)
+        self.settle()
+        if self._whole_step != step:
+            self.save(step)
+            self.settle()
+        self.close()
+
+    def missing(self, step: int, *, model: bool) -> list[str]:
+        """What a run that ends at this step should leave and does not, in words; its log apart.
+
+        Args:
+            model: what ``save_model`` said; True where none is due.
+        """
+        lost = [] if self._whole_step == step else [f"the checkpoint of step {step}"]
+        return lost if model else [*lost, "model/"]
+
+    def require_end(self, step: int, missing: list[str]) -> None:
+        """``checkpoint.on_error=warn`` forgives what a later write mends; after the last one there
+        is none.
+
+        Args:
+            missing: as ``missing`` gives it; files of the log that lack something come to it.
+
+        Raises:
+            StorageError: something is missing; says what, what is kept and how to go on.
+        """
+        if not (lost := missing + self._log.unwritten):
+            return
+        if self._whole_step < 0:
+            kept, way = "no checkpoint is kept", "start over"
+        else:
+            kept, way = f"the checkpoint of step {self._whole_step} is kept", "go on from it"
+        raise StorageError(
+            f"the run ended after step {step}, and its folder {self._recipe.run_dir} lacks "
+            f"{', '.join(lost)}: {self._why}; {kept}: make room and {way}"
+            + (" with resume=true" if self._whole_step >= 0 else "")
+        )
 
     def rescue(self) -> None:
         """Before the run breaks off for a reason that leaves the student ranks alive: what is
@@ -129,8 +177,9 @@ class Keeper:
                 self._saver.prune(kind)  # what was spared
             self._saver.close()
 
-    def save_model(self, name: str) -> None:
-        """The student as a model folder, in place of the one of that name when it is whole."""
+    def save_model(self, name: str) -> bool:
+        """The student as a model folder, in place of the one of that name when it is whole; whether
+        it is."""
         final = self._recipe.run_dir / name
         partial = final.with_name(name + ".partial")
         self._roles.turn("student")
@@ -138,6 +187,9 @@ class Keeper:
             shutil.rmtree(partial, ignore_errors=True)
             self._roles.students.save_hf(partial)
             replace_folder(partial, final)
+            return True
+        shutil.rmtree(partial, ignore_errors=True)  # it holds what is left of the disk
+        return False
 
     @contextmanager
     def disk(self) -> Iterator[None]:
@@ -158,6 +210,7 @@ class Keeper:
                 held_up_s=one.held_up_s,
             )
             if one.kind == "checkpoint":
+                self._whole_step = one.step
                 steps = [step for step, _ in list_checkpoints(self._recipe.run_dir)]
                 # The newest may turn out damaged: the one before it needs its steps again.
                 self._journal.prune(min(steps[-2:], default=0))
@@ -187,6 +240,7 @@ class Keeper:
         """
         if self._recipe.checkpoint.on_error == "stop":
             raise error
+        self._why = error
         if self._telling:
             return  # this event's own line could not be written; it is kept and comes later
         self._telling = True

@@ -13,6 +13,9 @@ from rock_opd.tables import print_line
 SCORES = {"rock": "Rock Score", "rock_ctx": "Rock Score x CCR"}
 """What a score is called in a title; the others go by their names in a recipe."""
 
+FILES = ("summary.json", "metrics.jsonl", "registry/", "model/")
+"""What a run's folder is looked into for."""
+
 
 def show_summary(summary: dict[str, Any], run_dir: Path, *, console: Console | None = None) -> None:
     """Prints a finished run's summary."""
@@ -35,7 +38,8 @@ def show_summary(summary: dict[str, Any], run_dir: Path, *, console: Console | N
         for name in ("prompt", "before", "after"):
             out.print(f"\n[bold]{name}[/bold]", highlight=False)
             print_line(out, summary["samples"][name].strip())
-    print_line(out, f"\nall of it: {run_dir} (summary.json, metrics.jsonl, registry/, model/)")
+    there = [name for name in FILES if (run_dir / name).exists()]
+    print_line(out, f"\nall of it: {run_dir}" + (f" ({', '.join(there)})" if there else ""))
 
 
 def _heldout(summary: dict[str, Any], out: Console) -> None:

@@ -113,6 +113,7 @@ class RunLog:
         self._waiting: dict[Path, list[str]] = {}
         self.damaged: list[str] = []
         """What of the log gone on with was of no use, in words."""
+        self._no_summary = False
         keep = 0 if resume_step is None else resume_step
         with storing("the run", self.dir):
             (self.dir / "registry").mkdir(parents=True, exist_ok=True)
@@ -157,13 +158,21 @@ class RunLog:
             pq.write_table(pa.table(columns), partial)
             os.replace(partial, path)
 
+    @property
+    def unwritten(self) -> list[str]:
+        """Files that lack what was to stand in them, in words."""
+        lines = [f"{len(rows)} lines of {path.name}" for path, rows in self._waiting.items()]
+        return ["summary.json", *lines] if self._no_summary else lines
+
     def summary(self, values: dict[str, Any]) -> None:
         """The run in one file, for people and for scripts."""
+        self._no_summary = True
         with self._storing("the summary", self.dir / "summary.json"):
             write_atomic(
                 self.dir / "summary.json",
                 redact(json.dumps(to_json(values), indent=1, ensure_ascii=False)) + "\n",
             )
+            self._no_summary = False
 
     def close(self) -> None:
         """Writes what still waits; closes every sink."""

@@ -844,6 +844,93 @@ def test_a_disk_that_fills_up_stops_the_run_in_one_line_or_loses_only_what_it_co
     assert syncs == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_a_run_whose_end_finds_no_room_is_an_error_that_says_what_is_missing_and_goes_on_later(
+    small_disk,
+):
+    """checkpoint.on_error=warn, and from step 4 on nothing can be written any more."""
+
+    class Filling(Roles):
+        def train_step(self, *args, **kwargs):
+            if self.updates == 3:
+                with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+            return super().train_step(*args, **kwargs)
+
+    warn = make_recipe(small_disk, *saves_at_once(2), "checkpoint.on_error=warn")
+    with pytest.raises(StorageError) as failure:
+        coordinator(warn, Filling()).run()
+    said = str(failure.value)
+    assert "\n" not in said and "ended after step 6" in said and "No space left on device" in said
+    assert "lacks the checkpoint of step 6, model/, summary.json, 3 lines of metrics.jsonl" in said
+    assert said.endswith(
+        "the checkpoint of step 2 is kept: make room and go on from it with resume=true"
+    )
+    assert not (warn.run_dir / "model").exists() and load_checkpoint(warn.run_dir).step == 2
+
+    (small_disk / "filler").unlink()
+    again = make_recipe(small_disk, *saves_at_once(2), "checkpoint.on_error=warn", "resume=true")
+    two = coordinator(again, Roles())
+    assert two.run()["finished"] and (warn.run_dir / "model" / "updates").read_text() == "6"
+    one = coordinator(make_recipe(small_disk.parent / "whole", *saves_at_once(2)), Roles())
+    one.run()
+    same_run(one, two)
+
+
+@pytest.mark.parametrize("what", ["model", "student state"])
+def test_a_run_that_lost_its_model_or_last_checkpoint_is_not_finished(tmp_path, what):
+    class Refusing(Roles):
+        def save_hf(self, path, *, background=False):
+            if what == "model":
+                raise StorageError("model could not be written to x: disk quota exceeded")
+            super().save_hf(path, background=background)
+
+        def save_state(self, path, *, background=False):
+            if what != "model" and self.updates == 6:
+                raise StorageError("student state could not be written to x: disk quota exceeded")
+            super().save_state(path, background=background)
+
+    recipe = make_recipe(tmp_path, *saves_at_once(2), "checkpoint.on_error=warn")
+    kept, lost = (6, "model/") if what == "model" else (4, "the checkpoint of step 6")
+    with pytest.raises(
+        StorageError, match=rf"lacks {lost}: {what} could .* of step {kept} is kept"
+    ):
+        coordinator(recipe, Refusing()).run()
+    assert json.loads((recipe.run_dir / "summary.json").read_text())["finished"] is False
+    again = make_recipe(tmp_path, *saves_at_once(2), "resume=true")
+    assert coordinator(again, Roles()).run()["finished"]
+
+
+def test_a_last_checkpoint_that_fails_once_is_written_again(tmp_path):
+    class Once(Roles):
+        failed = False
+
+        def written(self, path):
+            if path.parent.name.startswith("step_000006") and not self.failed:
+                self.failed = True
+                raise StorageError("student state could not be written to x: stale file handle")
+            return super().written(path)
+
+    recipe = make_recipe(tmp_path, "checkpoint.every=2", "checkpoint.on_error=warn")
+    assert coordinator(recipe, Once()).run()["finished"]
+    assert load_checkpoint(recipe.run_dir).step == 6
+
+
+def test_a_best_student_that_found_no_room_is_no_mark_for_those_that_come_later(tmp_path):
+    class NoBest(Roles):
+        def save_hf(self, path, *, background=False):
+            if path.name == "best.partial" and self.updates < 4:
+                raise StorageError("model could not be written to x: No space left on device")
+            super().save_hf(path, background=background)
+
+    settings = ("eval.problems=p.jsonl", "eval.every=2", "checkpoint.on_error=warn")
+    run = coordinator(make_recipe(tmp_path, *settings), NoBest())
+    run.inputs = replace(run.inputs, problems=make_prompts(2))
+    assert run.run()["finished"]  # every evaluation grades the same, 1.0
+    assert (run.recipe.run_dir / "best" / "updates").read_text() == "4"
+
+
 def test_little_shared_memory_is_told(small_disk, tmp_path):
     (line,) = shared_memory_lines(small_disk)
     assert f"{small_disk} has 1.0 MB free of 1.0 MB" in line and "--shm-size" in line

@@ -15,7 +15,7 @@ from rock_opd.tables import print_line
 WHY = "0 of 9 types seen qualify; left out: 9 below policy.min_count=100, and nothing else " * 2
 
 
-def shown(**changes: Any) -> str:
+def shown(*, run_dir: Path = Path("runs/[x]"), **changes: Any) -> str:
     """Of a run of three steps, as a pipe gets it."""
     row = {"id": 7, "text": " a", "count": 12.0, "mean_kl": 0.25, "score": 3.0, "R": 3.0}
     summary = {
@@ -29,7 +29,7 @@ def shown(**changes: Any) -> str:
         **changes,
     }
     out = io.StringIO()
-    show_summary(summary, Path("runs/[x]"), console=Console(file=out, width=60))
+    show_summary(summary, run_dir, console=Console(file=out, width=60))
     return out.getvalue()
 
 
@@ -49,7 +49,14 @@ def test_a_run_that_froze_nothing_says_why_on_one_line():
     text = shown(frozen_share=[0.0, 0.0], nothing_frozen=WHY, rocks=[])
     assert f"no token was frozen: {WHY}\n" in text and "token types by" not in text
     assert "no token was frozen\n" in shown(frozen_share=[0.0])
-    assert "all of it: runs/[x] (" in text
+    assert text.endswith("\nall of it: runs/[x]\n")
+
+
+def test_only_files_that_are_there_are_named(tmp_path):
+    (tmp_path / "registry").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    text = shown(run_dir=tmp_path)
+    assert text.endswith(f"\nall of it: {tmp_path} (metrics.jsonl, registry/)\n")
 
 
 def test_a_line_is_wrapped_on_a_terminal_alone():
