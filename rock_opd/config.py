@@ -15,7 +15,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from rock_opd.errors import ConfigError
-from rock_opd.redact import SECRET_NAME, redact
+from rock_opd.redact import SECRET_NAME, redact, without_login
 
 # OmegaConf 2.3 knows no Literal types, so choices are plain strings checked in __post_init__.
 DTYPES = ("auto", "float32", "bfloat16")
@@ -78,12 +78,13 @@ def _server_url(url: str) -> None:
     """Checks an address that may stand in a recipe, so: one without a login."""
     try:
         parts = urlsplit(url)
-        login, host, _ = parts.username or parts.password, parts.hostname, parts.port
+        host, _ = parts.hostname, parts.port
     except ValueError:
-        login, parts, host = None, urlsplit(""), None
-    if login or parts.query or parts.fragment:
+        parts, host = urlsplit(""), None
+    shown = without_login(url)
+    if shown or parts.query or parts.fragment:
         raise ConfigError(
-            f"teacher.urls: {redact(url).partition('?')[0]} holds a login, a query or a fragment; "
+            f"teacher.urls: {shown or url.partition('?')[0]} holds a login, a query or a fragment; "
             "a key belongs into the environment variable that teacher.api_key_env names"
         )
     if parts.scheme not in ("http", "https") or not host or not parts.path.isprintable():
@@ -94,9 +95,10 @@ def _server_url(url: str) -> None:
 
 def _mirror_uri(uri: str) -> None:
     """Checks an fsspec URI that may stand in a recipe, so: one without a login."""
-    if redact(uri) != uri or re.search(r"[?#]", uri):
+    shown = without_login(uri)
+    if shown or re.search(r"[?#]", uri):
         raise ConfigError(
-            f"run.mirror: {redact(uri).partition('?')[0]} holds a login, a query or a fragment, "
+            f"run.mirror: {shown or uri.partition('?')[0]} holds a login, a query or a fragment, "
             "which would stand in the run's folder; fsspec reads credentials from the store's own "
             "environment variables and files (docs/security.md)"
         )
@@ -755,7 +757,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         _at_least("log.registry_every", self.registry_every, 1)
-        if self.mlflow_uri is not None and redact(self.mlflow_uri) != self.mlflow_uri:
+        if self.mlflow_uri is not None and without_login(self.mlflow_uri):
             raise ConfigError(
                 "log.mlflow_uri holds a login, which would stand in the run's folder; set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN)"
