@@ -11,10 +11,11 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from rock_opd.faultlog import Restart
 from rock_opd.inputs import Inputs, load_inputs
 from rock_opd.mirror import pull
 from rock_opd.mirror_store import holds_run
-from rock_opd.models import stop_token_ids, trust_code
+from rock_opd.models import first_line, stop_token_ids, trust_code
 from rock_opd.progress import Progress
 from rock_opd.runlock import RunTaken, claim
 from rock_opd.runlog import write_atomic
@@ -187,13 +188,20 @@ def grade_in_task(answers: list[str], golds: list[str], *, timeout_s: float) -> 
 
 
 def cluster_address(address: str | None) -> str | None:
-    """The cluster to join: ``address``, or RAY_ADDRESS; None: start one on this machine."""
-    return address or os.environ.get("RAY_ADDRESS") or None
+    """The cluster to join: ``address``, or RAY_ADDRESS; None: start one on this machine, which is
+    what Ray's name ``local`` asks for too."""
+    named = os.environ.get("RAY_ADDRESS")
+    address = (named if address == "auto" else address) or named or address
+    return None if address == "local" else address or None
 
 
 def connect(address: str | None) -> None:
     """Joins the cluster at ``cluster_address(address)``, or starts one on this machine, which
-    listens on loopback alone."""
+    listens on loopback alone.
+
+    Raises:
+        ConfigError: no cluster answers there, or it is no address.
+    """
     import ray
 
     address = cluster_address(address)
@@ -206,10 +214,16 @@ def connect(address: str | None) -> None:
             raise ConfigError(
                 f"no Ray cluster answers at '{address}': {str(error).splitlines()[0]}"
             ) from None
+        except (ValueError, RuntimeError, AssertionError, ImportError, OSError) as error:
+            raise ConfigError(
+                f"cannot join a Ray cluster at '{address}' (expected an address such as "
+                f"10.0.0.1:6379, auto, or local to start one here): {first_line(error)}"
+            ) from None
         return
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init(address="local", include_dashboard=False, **quiet)
+            with deaf_to_hangup():
+                ray.init(address="local", include_dashboard=False, **quiet)
             return
         except Exception as error:  # Ray raises plain ones here, for a busy machine above all
             ray.shutdown()
@@ -245,6 +259,20 @@ def _listen_on_loopback(alone: bool) -> None:
             os.environ.setdefault(name, value)
 
 
+@contextmanager
+def deaf_to_hangup() -> Iterator[None]:
+    """Processes started meanwhile, and theirs, ignore SIGHUP: a shell that ends sends it to all of
+    a command, and the one that decides what it means for the run is this one (``Wish``)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals cannot be set here
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def train(
     recipe: Recipe,
     *,
@@ -253,8 +281,9 @@ def train(
 ) -> dict[str, Any]:
     """Runs a recipe to its end, or until it is interrupted.
 
-    The first Ctrl-C (or SIGTERM) ends the run after the step it is in and saves; the second
-    abandons it, as does a step that takes longer than ``run.grace_s`` after a SIGTERM.
+    The first Ctrl-C (or SIGTERM, or SIGHUP) ends the run after the step it is in and saves; the
+    second abandons it, as does a step that takes longer than ``run.grace_s`` after a signal that
+    was no Ctrl-C.
 
     Raises:
         RockOPDError: as the run raised it.

@@ -3,6 +3,7 @@ the KubeRay manifest as far as it can be held without a Kubernetes."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -10,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -162,3 +165,118 @@ def test_the_rayjob_cleans_up_and_the_head_runs_no_actor(manifest):
         (container,) = pod["containers"]
         assert container["resources"]["limits"] == container["resources"]["requests"]
         assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+class Dashboard:
+    """Answers Ray's job client as a cluster would, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                asked.append(f"{self.command} {self.path}")
+                is_version = self.path == "/api/version"
+                said = {"ray_version": "2.60.0", "version": "4", "ray_commit": "x"}
+                body = json.dumps(said if is_version else {"submission_id": "j1", "job_id": "j1"})
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            do_GET = do_POST = do_PUT = answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def dashboards():
+    made = Dashboard(), Dashboard()
+    yield made
+    for one in made:
+        one.close()
+
+
+def submit(*args: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, ROOT / "launch" / "submit.py", *args],
+        env=clean_env() | env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("variable", ["RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"])
+def test_a_job_goes_to_the_address_that_was_typed_whatever_the_environment_names(
+    variable, dashboards, tmp_path
+):
+    typed, other = dashboards
+    done = submit(
+        *("r.yaml", "--no-wait", "--address", typed.url), cwd=tmp_path, **{variable: other.url}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "POST /api/jobs/" in typed.asked and other.asked == []
+    assert f"RAY_API_SERVER_ADDRESS={typed.url} ray job stop j1" in done.stderr
+
+
+def test_a_job_goes_to_the_cluster_of_the_environment_where_no_address_was_typed(
+    dashboards, tmp_path
+):
+    named = dashboards[0]
+    done = submit("r.yaml", "--no-wait", cwd=tmp_path, RAY_API_SERVER_ADDRESS=named.url)
+    assert done.returncode == 0, done.stderr
+    assert "POST /api/jobs/" in named.asked
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://", "os://x", "127.0.0.1:1"])
+def test_an_address_that_is_none_is_one_line(address, tmp_path):
+    done = submit("r.yaml", "--no-wait", "--address", address, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"Error: not submitted to {address}: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("- a\n", "expected a mapping"),
+        ("5", "expected a mapping"),
+        ("env_vars: [A]\n", "env_vars must be a mapping of names to strings"),
+        ("env_vars: {A: 5}\n", "the value of A is no string; write it in quotes"),
+        ("a: [\n", "expected the node content"),
+        ("day: 2026-12-01\n", "date"),
+        ("x: " + "[" * 5000, "recursion"),
+        ("pip: 5\n", "pip"),
+    ],
+)
+def test_a_runtime_environment_that_is_none_is_one_line(content, says, dashboards, tmp_path):
+    (tmp_path / "env.yaml").write_text(content)
+    done = submit(
+        *("r.yaml", "--no-wait", "--runtime-env", "env.yaml", "--address", dashboards[0].url),
+        cwd=tmp_path,
+    )
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert says in done.stderr
+    assert "POST /api/jobs/" not in dashboards[0].asked
+
+
+def test_a_whole_machine_is_not_uploaded(tmp_path):
+    done = submit("r.yaml", "--upload", "/", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: --upload /: would send this whole machine; name the run's folder\n"
+    )
