@@ -22,6 +22,7 @@ from rock_opd.errors import (
     RockOPDError,
 )
 from rock_opd.redact import redact
+from rock_opd.terminal import outlive_readers
 
 if TYPE_CHECKING:
     from rock_opd.config import Recipe
@@ -312,6 +313,7 @@ def _duration(seconds: float) -> str:
 def main() -> Any:
     """Entry point: our own errors are one line and exit status 2 (bad input) or 1 (a run that
     failed)."""
+    outlive_readers()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         return cli()

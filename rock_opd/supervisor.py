@@ -39,7 +39,8 @@ class Wish:
     def __init__(self, grace_s: float) -> None:
         """
         Args:
-            grace_s: ``run.grace_s``: how long a SIGTERM leaves for ending the step.
+            grace_s: ``run.grace_s``: how long a SIGTERM, or the end of the terminal (SIGHUP),
+                leaves for ending the step.
         """
         self.grace_s = grace_s
         self.stop = False
@@ -49,7 +50,9 @@ class Wish:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Wish:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run is to outlive its terminal
             self._previous[number] = signal.signal(number, self._told)
         return self
 
@@ -60,7 +63,7 @@ class Wish:
     def _told(self, signum: int, frame: Any) -> None:
         if self.stop:
             self._again = True
-        elif signum == signal.SIGTERM:
+        elif signum in (signal.SIGTERM, signal.SIGHUP):
             self._leave_at = time.monotonic() + self.grace_s
         self.stop = True
 
@@ -72,6 +75,22 @@ class Wish:
     @property
     def out_of_time(self) -> bool:
         return self._leave_at is not None and time.monotonic() > self._leave_at
+
+
+def _while_heard(show: Show) -> Show:
+    """As ``show`` until it fails for want of somebody to show it to (a closed pipe or terminal):
+    the run goes on unseen."""
+    heard = True
+
+    def shown(progress: Progress) -> None:
+        nonlocal heard
+        try:
+            if heard:
+                show(progress)
+        except OSError:
+            heard = False
+
+    return shown
 
 
 class _Lost(Exception):
@@ -98,6 +117,7 @@ def supervise(
         RockOPDError: as the run raised it; after vain restarts the first cause.
         KeyboardInterrupt: the run is to be abandoned.
     """
+    show = _while_heard(show)
     restarts: list[Restart] = []
     patience = Patience(recipe.run.max_restarts)
     while True:

@@ -267,3 +267,32 @@ def test_the_placement_groups_of_others_in_the_same_job_stay():
     states = {g["name"]: g["state"] for g in table.values()}
     assert states["queue"] == "CREATED" and states[f"{GROUP_PREFIX}run"] == "REMOVED"
     remove_placement_group(theirs)
+
+
+def test_the_end_of_the_terminal_is_told_as_a_sigterm_is_unless_it_is_to_be_outlived():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Wish(0.0) as wish:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+            assert wish.stop and wish.out_of_time
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        with Wish(0.0) as wish:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+            assert not wish.stop
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_that_can_no_longer_be_shown_goes_on(trial):
+    class Deaf(list):
+        def extend(self, lines):
+            super().extend(lines)
+            if self:
+                raise BrokenPipeError(32, "Broken pipe")
+
+    trial.said = Deaf()
+    assert trial.go({"from": 0, "seconds": 2})["finished"]
+    assert trial.said == ["life 0"]
