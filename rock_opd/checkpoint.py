@@ -43,7 +43,7 @@ from rock_opd.probe import ProbeSet
 from rock_opd.runlog import to_json
 from rock_opd.types import Rollout
 
-FORMAT = 4
+FORMAT = 5
 COMPLETE = "complete.json"
 
 
@@ -156,7 +156,14 @@ def identity(recipe: Recipe) -> dict[str, Any]:
         "data.source": recipe.data.source,
         "data.shuffle": recipe.data.shuffle,
         "teacher.model": Path(recipe.teacher.model).name,
-        "teacher.payload": recipe.teacher.payload,
+        **{
+            f"teacher.{name}": getattr(recipe.teacher, name)
+            for name in ("engine", "payload", "top_k", "dtype", "wire_dtype", "served_name")
+        },
+        **{
+            f"eval.{name}": getattr(recipe.eval, name)
+            for name in ("num_heldout", "samples", "temperature", "max_new_tokens")
+        },
         **{
             f"rollout.{name}": getattr(rollout, name)
             for name in (
@@ -165,6 +172,7 @@ def identity(recipe: Recipe) -> dict[str, Any]:
                 "temperature",
                 "top_p",
                 "max_new_tokens",
+                "dtype",
             )
         },
     }

@@ -42,7 +42,7 @@ from rock_opd.core.metrics import (
 from rock_opd.core.policies import audit_rng
 from rock_opd.core.registry import Registry
 from rock_opd.core.token_stats import TokenStats
-from rock_opd.data import given_rollouts
+from rock_opd.data import given_rollouts, prompts_digest
 from rock_opd.durable import digest
 from rock_opd.errors import NumericsError, StorageError
 from rock_opd.evaluate import (
@@ -506,7 +506,9 @@ class Coordinator:
         """What must be the same when a run goes on."""
         return {
             "prompts": self.inputs.prompts.fingerprint,
-            "held-out prompts": " ".join(p.prompt_id for p in self.inputs.heldout),
+            "held-out prompts": prompts_digest(self.inputs.heldout),
+            "evaluation problems": prompts_digest(self.inputs.problems, answers=True),
+            "content of teacher.model": self.inputs.teacher,
             "vocabulary": self.inputs.num_real_ids,
             "number of steps": self.num_steps,
             "guarded ids": hashlib.blake2b(

@@ -171,7 +171,7 @@ def load_prompts(
         messages=messages,
         skipped=dict(skipped),
         offenders=tuple(offenders),
-        fingerprint=_fingerprint(prompts),
+        fingerprint=prompts_digest(prompts),
         seed=seed,
         shuffle=cfg.shuffle,
     )
@@ -231,12 +231,19 @@ def load_problems(
     )
 
 
-def _fingerprint(prompts: Iterable[Prompt]) -> str:
+def prompts_digest(prompts: Iterable[Prompt], *, answers: bool = False) -> str:
+    """Tells prompts from others, by what is read of them; order counts.
+
+    Args:
+        answers: by their gold answers too.
+    """
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(f"{prompt.prompt_id}\0".encode())
         for ids in (prompt.token_ids, prompt.teacher_prefix_ids, prompt.response_ids):
             digest.update(b"\0" if ids is None else np.asarray(ids, "<i4").tobytes() + b"\1")
+        if answers:
+            digest.update(f"{prompt.answer}\0".encode())
     return digest.hexdigest()[:16]
 
 

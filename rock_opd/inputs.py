@@ -18,6 +18,7 @@ from rock_opd.models import (
     ModelFacts,
     load_tokenizer,
     model_facts,
+    model_fingerprint,
     num_real_ids,
     tokenizer_fingerprint,
 )
@@ -44,6 +45,8 @@ class Inputs:
     ``guard_file``)."""
     encoder: WindowEncoder | None = None
     """What turns contexts into vectors, where the run keeps a probe set."""
+    teacher: str = ""
+    """``models.model_fingerprint`` of the teacher."""
     notices: tuple[str, ...] = ()
     """What the person should know before the run starts."""
 
@@ -234,5 +237,6 @@ def load_inputs(recipe: Recipe) -> Inputs:
         frozen_list=frozen_list,
         guard_ids=guard_ids,
         encoder=context_encoder(recipe, num_real_ids=width) if recipe.uses_probe else None,
+        teacher=model_fingerprint(recipe.teacher.model, has_weights=not recipe.teacher.remote),
         notices=tuple(notices),
     )

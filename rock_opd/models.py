@@ -14,14 +14,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rock_opd.durable import digest
 from rock_opd.errors import ModelError
-from rock_opd.weight_files import check_weights, head_dtype, num_params, weight_headers
+from rock_opd.weight_files import (
+    check_weights,
+    content_sample,
+    head_dtype,
+    num_params,
+    weight_headers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken")
+UNSAID_OF_CONFIG = ("_name_or_path", "transformers_version")
+"""Entries of config.json that say who wrote it."""
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HUB_TIMEOUT_S = 5.0
 """What the hub may take to answer at all; it is asked once for each name."""
@@ -336,6 +345,27 @@ def model_facts(model: str, *, has_weights: bool = True) -> ModelFacts:
             f"model {model}: config.json ({config.model_type}) lacks a number that memory and "
             f"limits follow from: {first_line(error)}"
         ) from None
+
+
+def model_fingerprint(model: str, *, has_weights: bool = True) -> str:
+    """Tells one model from another, wherever its folder lies: its config, and a sample of its
+    weights (``weight_files.content_sample``) or, of a hub id, the revision.
+
+    Args:
+        has_weights: as for ``model_facts``.
+
+    Raises:
+        ModelError: as ``model_facts``.
+    """
+    folder = model_folder(model)
+    config = _read_json(folder / "config.json", model)
+    said = {name: value for name, value in config.items() if name not in UNSAID_OF_CONFIG}
+    parts = [json.dumps(said, sort_keys=True)]
+    if not Path(model).is_dir():
+        parts.append(folder.name)
+    elif has_weights:
+        parts.append(content_sample(weight_headers(folder, model)))
+    return digest(" ".join(parts).encode())
 
 
 def _scaled_head(config: PreTrainedConfig) -> str | None:

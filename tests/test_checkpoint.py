@@ -219,7 +219,14 @@ def test_the_identity_of_a_run_leaves_out_who_does_the_work():
         *("rollout.num_workers=3", "teacher.num_replicas=2", "placement.threads=2"),
         *("checkpoint.every=3", "alarm.window=3", "optim.max_bad_steps=1", "log.registry_every=3"),
         *("run.phase_timeout_s=9", "policy.guard_file=x.json", "teacher.model=elsewhere/t"),
+        *("teacher.request_timeout_s=9", "rollout.max_num_seqs=3", "teacher.park_bytes=9"),
     )
     assert identity(build_recipe(base, list(same))) == identity(build_recipe(base, []))
-    for other in ("optim.lr=1e-5", "rollout.top_p=0.9", "run.seed=3", "policy.lam=0.5"):
-        assert identity(build_recipe(base, [other])) != identity(build_recipe(base, []))
+    others = (
+        *("optim.lr=1e-5", "rollout.top_p=0.9", "run.seed=3", "policy.lam=0.5"),
+        *("teacher.dtype=float32", "teacher.wire_dtype=float32", "teacher.top_k=8"),
+        *("rollout.dtype=float32", "eval.samples=2", "eval.temperature=0"),
+        *("eval.max_new_tokens=7", "eval.num_heldout=3 data.skip=3", "teacher.model=u"),
+    )
+    for other in others:
+        assert identity(build_recipe(base, other.split())) != identity(build_recipe(base, []))

@@ -1115,12 +1115,39 @@ def test_resuming_with_other_prompts_is_refused(tmp_path):
         ("teacher.model=other", "teacher.model was t, is other"),
         ("run.num_steps=9", "number of steps was 6, is 9"),
         ("probe.gamma=0.8", "probe.gamma was 0.5, is 0.8"),
+        ("teacher.dtype=float32", "teacher.dtype was auto, is float32"),
+        ("rollout.dtype=float32", "rollout.dtype was auto, is float32"),
+        ("eval.samples=3", "eval.samples was 1, is 3"),
     ],
 )
 def test_resuming_another_experiment_is_refused(tmp_path, change, message):
     coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles()).run()
     with pytest.raises(DataError, match=message):
         coordinator(make_recipe(tmp_path, "resume=true", change), Roles()).run()
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"teacher": "weights of another"}, "content of teacher.model"),
+        ({"heldout": make_prompts(3)}, "held-out prompts"),
+        ({"problems": (replace(make_prompts(1)[0], answer="2"),)}, "evaluation problems"),
+    ],
+)
+def test_resuming_with_another_teacher_or_other_problems_under_the_same_name_is_refused(
+    tmp_path, other, what
+):
+    run = coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles())
+    run.inputs = replace(
+        run.inputs, teacher="ours", problems=(replace(make_prompts(1)[0], answer="1"),)
+    )
+    run.run()
+    again = coordinator(make_recipe(tmp_path, "resume=true"), Roles())
+    again.inputs = replace(run.inputs, **other)
+    with pytest.raises(DataError, match=rf"resume from .*step_000001: {what} was "):
+        again.run()
+    again.inputs = run.inputs
+    assert again.run()["finished"]
 
 
 def test_resuming_with_other_guarded_types_is_refused_and_with_another_file_of_them_is_not(

@@ -19,6 +19,7 @@ from rock_opd.models import (
     load_config,
     load_tokenizer,
     model_facts,
+    model_fingerprint,
     num_real_ids,
     stop_token_ids,
     tokenizer_fingerprint,
@@ -55,6 +56,31 @@ def test_padded_vocabularies_share_the_tokenizers_width(tiny_models):
     )
     assert load_config(padded).vocab_size == 1024 + 64
     assert num_real_ids(student, teacher) == num_real_ids(padded, teacher) == 1024
+
+
+def test_a_models_fingerprint_is_of_its_content_wherever_it_lies(copy, tiny_models):
+    there = model_fingerprint(str(tiny_models / "teacher"))
+    here = copy("teacher", _name_or_path="/home/else/where")
+    assert model_fingerprint(str(here)) == there != model_fingerprint(str(tiny_models / "student"))
+
+    tensors = load_file(here / "model.safetensors")
+    half = sorted(tensors)[: len(tensors) // 2]
+    index = {name: "a.safetensors" if name in half else "b.safetensors" for name in tensors}
+    for file in ("a.safetensors", "b.safetensors"):  # spread over files, it is the same model
+        part = {name: t.clone() for name, t in tensors.items() if index[name] == file}
+        save_file(part, here / file, metadata={"format": "pt"})
+    (here / "model.safetensors").unlink()
+    (here / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert model_fingerprint(str(here)) == there
+
+    name = sorted(tensors)[-1]  # one tensor of other numbers, shapes and sizes as they were
+    part = {n: t * (2.0 if n == name else 1.0) for n, t in tensors.items() if n not in half}
+    save_file(part, here / "b.safetensors", metadata={"format": "pt"})
+    assert model_fingerprint(str(here)) != there
+    other = copy("teacher", rope_theta=20000.0)
+    assert model_fingerprint(str(other), has_weights=False) != model_fingerprint(
+        str(tiny_models / "teacher"), has_weights=False
+    )
 
 
 def test_a_token_with_two_ids_is_refused_and_shown(copy, tiny_models):
