@@ -12,19 +12,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
+import urllib3.connection
 from urllib3.exceptions import HTTPError, InvalidHeader, LocationParseError
 from urllib3.util import Retry, Timeout
 
 from rock_opd.errors import ConfigError, ModelError, RockOPDError, RoleError
 from rock_opd.redact import HIDDEN, Secret, redact
 
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S, CUT_AGAIN_S = 10.0, 0.1
 MAX_BACKOFF_S = 30.0
 _PASSING = {408, 425, 429}
 """Statuses that ask to try again, besides all of 500 and above."""
@@ -58,6 +59,88 @@ def read_key(name: str | None) -> Secret | None:
     return Secret(value)
 
 
+class _Asking(threading.local):
+    """What the request of this thread is being answered on, for whoever cuts it."""
+
+    request: _Request | None = None
+
+
+_ASKING = _Asking()
+
+
+class _Request:
+    """One request, and its socket once there is one."""
+
+    def __init__(self) -> None:
+        self.connection: Any = None
+        self.socket: socket.socket | None = None
+
+    def cut(self) -> None:
+        """Ends what reads and writes on the socket, in whatever thread."""
+        found = self.socket or getattr(self.connection, "sock", None)
+        if found is not None:
+            with suppress(OSError):  # it is closed, or a handshake has it
+                socket.socket.shutdown(found, socket.SHUT_RDWR)
+
+
+class _Cuttable:
+    """A connection that tells the request of its thread which socket it uses.
+
+    A time limit of urllib3 2 (and of a socket) is that of one read: a server that sends its headers
+    byte by byte, or ``100 Continue`` without end, never exceeds it. Can go when urllib3 has a limit
+    on the whole request.
+    """
+
+    def connect(self) -> None:
+        if _ASKING.request is not None:
+            _ASKING.request.connection = self
+        super().connect()  # type: ignore[misc]
+
+    def getresponse(self) -> Any:
+        if _ASKING.request is not None:
+            _ASKING.request.socket = self.sock  # type: ignore[attr-defined]
+        return super().getresponse()  # type: ignore[misc]
+
+
+class _HTTPConnection(_Cuttable, urllib3.connection.HTTPConnection):
+    pass
+
+
+class _HTTPSConnection(_Cuttable, urllib3.connection.HTTPSConnection):
+    pass
+
+
+_CONNECTIONS = {"http": _HTTPConnection, "https": _HTTPSConnection}
+
+
+@contextmanager
+def _cut_after(limit_s: float) -> Iterator[Callable[[], bool]]:
+    """Cuts the request that this thread makes inside when it takes longer.
+
+    Yields:
+        Whether it was.
+    """
+    request, done, was_cut = _Request(), threading.Event(), threading.Event()
+
+    def watch() -> None:
+        if done.wait(limit_s):
+            return
+        was_cut.set()
+        request.cut()
+        while not done.wait(CUT_AGAIN_S):  # it may just have been connecting
+            request.cut()
+
+    watcher = threading.Thread(target=watch, name="request-limit", daemon=True)
+    watcher.start()
+    _ASKING.request = request
+    try:
+        yield was_cut.is_set
+    finally:
+        _ASKING.request = None
+        done.set()
+        watcher.join()
+
+
 class Replica:
     """One server. Several threads may ask it at once; it keeps as many connections."""
 
@@ -74,6 +157,7 @@ class Replica:
         self._prefix = path.removesuffix("/v1")
         try:
             self._pool = urllib3.connection_from_url(self.url, maxsize=width)
+            self._pool.ConnectionCls = _CONNECTIONS[self._pool.scheme]
         except LocationParseError:
             raise ConfigError(f"teacher.urls: '{redact(url)}' is no address") from None
         self.num_in_flight = 0
@@ -110,7 +194,6 @@ class Replica:
     def _exchange(
         self, method: str, path: str, body: Any, max_bytes: int
     ) -> tuple[int, bytes, float]:
-        deadline = time.monotonic() + self._timeout_s
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -118,37 +201,53 @@ class Replica:
             headers["Authorization"] = f"Bearer {self._key.reveal()}"
         timeout = Timeout(connect=min(CONNECT_TIMEOUT_S, self._timeout_s), read=self._timeout_s)
         try:
-            response = self._pool.request(
-                method,
-                f"{self._prefix}{path}",
-                body=None if body is None else json.dumps(body),
-                headers=headers,
-                timeout=timeout,
-                retries=False,
-                redirect=False,
-                preload_content=False,
-            )
-            try:
-                data = bytearray()
-                while part := response.read1(1 << 20):
-                    data += part
-                    if time.monotonic() > deadline:  # the pool's limit is one read's
-                        raise PassingFault(f"no whole answer in {self._timeout_s:g} s")
-                    if len(data) > max_bytes:
-                        raise self.error(f"answered more than {max_bytes} bytes to {path}")
-            except BaseException:
-                response.close()  # half read: the connection cannot serve another request
-                raise
-            finally:
-                response.release_conn()
-            return response.status, bytes(data), self._retry_after(response)
-        except (HTTPError, OSError) as error:
-            raise PassingFault(self._clean(_cause(error, self._timeout_s))) from None
+            with _cut_after(self._timeout_s) as was_cut:
+                answer = self._send(method, path, body, headers, timeout, max_bytes)
+                if not was_cut():
+                    return answer
+        except (HTTPError, OSError, ValueError) as error:
+            if not was_cut():
+                if not isinstance(error, HTTPError | OSError):
+                    raise
+                raise PassingFault(self._clean(_cause(error, self._timeout_s))) from None
+        raise PassingFault(f"no whole answer in {self._timeout_s:g} s")
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        headers: dict[str, str],
+        timeout: Timeout,
+        max_bytes: int,
+    ) -> tuple[int, bytes, float]:
+        response = self._pool.request(
+            method,
+            f"{self._prefix}{path}",
+            body=None if body is None else json.dumps(body),
+            headers=headers,
+            timeout=timeout,
+            retries=False,
+            redirect=False,
+            preload_content=False,
+        )
+        try:
+            data = bytearray()
+            while part := response.read1(1 << 20):
+                data += part
+                if len(data) > max_bytes:
+                    raise self.error(f"answered more than {max_bytes} bytes to {path}")
+        except BaseException:
+            response.close()  # half read: the connection cannot serve another request
+            raise
+        finally:
+            response.release_conn()
+        return response.status, bytes(data), self._retry_after(response)
 
     def _retry_after(self, response: Any) -> float:
         try:
             return Retry().get_retry_after(response) or 0.0
-        except InvalidHeader:
+        except (InvalidHeader, ValueError, OverflowError):  # such as a number of 5000 digits
             return 0.0
 
     def _refusal(self, status: int, data: bytes) -> RockOPDError:
@@ -187,14 +286,15 @@ class Replica:
     def _clean(self, text: str) -> str:
         if self._key is not None:
             text = text.replace(self._key.reveal(), HIDDEN)
-        return redact(text)
+        text = redact(text)  # a server's words: no escapes that steer a terminal
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cause(error: Exception, timeout_s: float) -> str:
     """Why there was no answer, without the objects that urllib3 prints."""
     name = type(error).__name__
     if name == "ReadTimeoutError":
-        return f"no answer in {timeout_s:g} s"
+        return f"no whole answer in {timeout_s:g} s"
     if name in ("ConnectTimeoutError", "NewConnectionError", "NameResolutionError"):
         return f"cannot be reached ({str(error).rpartition(': ')[2]})"
     if name == "SSLError":

@@ -365,7 +365,7 @@ def test_a_server_that_says_nothing_or_a_byte_at_a_time_is_not_waited_for(serve,
     server = serve()
     engine = teacher(config(server, request_timeout_s=1.0))
     server.fault = lambda *_: time.sleep(3)
-    with pytest.raises(RoleError, match=r"no answer in 1 s \(1 tries"):
+    with pytest.raises(RoleError, match=r"no whole answer in 1 s \(1 tries"):
         engine.score(ROLLOUTS[:1])
     server.fault = reply(200, b" " * 100, byte_every_s=0.05)
     begin = time.monotonic()
@@ -375,6 +375,71 @@ def test_a_server_that_says_nothing_or_a_byte_at_a_time_is_not_waited_for(serve,
 
 
 # --- several replicas -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def raw_server(talk: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Reads a request and then says what ``talk`` says, which may be no HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, _ = listening.accept()
+                    with caller, contextlib.suppress(OSError):
+                        caller.recv(1 << 16)
+                        talk(caller)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def say_for_ever(first: bytes, then: bytes) -> Callable[[socket.socket], None]:
+    def talk(caller: socket.socket) -> None:
+        caller.sendall(first)
+        for _ in range(200):  # 20 s
+            caller.sendall(then)
+            time.sleep(0.1)
+
+    return talk
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+        (b"", b"H"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+    ],
+    ids=["headers", "status", "continue", "chunk-length", "body"],
+)
+def test_the_time_limit_of_a_request_holds_for_all_of_it_however_slowly_it_is_answered(first, then):
+    with raw_server(say_for_ever(first, then)) as url:
+        server, started = Replica(url, key=None, timeout_s=1.0, width=1), time.monotonic()
+        with pytest.raises(PassingFault, match="no whole answer in 1 s"):
+            server.ask("GET", "/v1/models")
+        assert 0.9 < time.monotonic() - started < 4
+
+
+@pytest.mark.parametrize("after", ["9" * 5000, "9" * 300, "-5", "soon", "x\x1b[2J"])
+def test_a_wait_that_no_clock_holds_is_a_fault_that_may_pass(after):
+    said = f"HTTP/1.1 503 Busy\r\nRetry-After: {after}\r\nContent-Length: 0\r\n\r\n".encode()
+    with raw_server(lambda caller: caller.sendall(said)) as url:
+        server = Replica(url, key=None, timeout_s=5.0, width=1)
+        with pytest.raises(PassingFault, match="answered 503"):
+            server.ask("GET", "/v1/models")
+
+
+def test_what_a_server_says_cannot_steer_a_terminal():
+    body = b'{"error": "\x1b[31mred\x07 \xc2\x9b2J"}'
+    said = b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    with raw_server(lambda caller: caller.sendall(said)) as url:
+        server = Replica(url, key=None, timeout_s=5.0, width=1)
+        with pytest.raises(RoleError) as caught:
+            server.ask("GET", "/v1/models")
+    assert str(caught.value).isprintable() and "\\x1b[31mred" in str(caught.value)
 
 
 def test_requests_in_flight_are_bounded_and_share_their_connections(serve, config, log_p):
