@@ -125,8 +125,9 @@ def train(recipe: Path, overrides: tuple[str, ...], address: str | None) -> None
             click.echo("\nabandoned", err=True)
             _tell_resume(cfg, resume)
             sys.exit(EXIT_INTERRUPTED)
-        except RockOPDError:
-            _tell_resume(cfg, resume)
+        except RockOPDError as error:
+            if not (cfg.resume and isinstance(error, BAD_INPUT)):  # the very command just refused
+                _tell_resume(cfg, resume)
             raise
     if summary["num_steps"] is None:
         click.echo("\nstopped while starting; nothing was changed")

@@ -56,7 +56,7 @@ from rock_opd.evaluate import (
 from rock_opd.faultlog import FaultLog, Restart
 from rock_opd.inputs import Inputs, build_policy
 from rock_opd.keeper import Keeper
-from rock_opd.measure import Measured, deal_rollouts, measure
+from rock_opd.measure import Measured, deal_rollouts, measure, naming_the_teacher
 from rock_opd.probe import context_facts, reservoir_rng
 from rock_opd.progress import Progress, StepLine
 from rock_opd.ranking import why_nothing
@@ -351,9 +351,10 @@ class Coordinator:
             )
             return self.roles.students.measure(batches), False
         try:
-            results = self.roles.students.train_step(
-                batches, total_weight=denominator, mask_version=self.policy.mask.version
-            )
+            with naming_the_teacher(signals):
+                results = self.roles.students.train_step(
+                    batches, total_weight=denominator, mask_version=self.policy.mask.version
+                )
         except NumericsError as error:
             state.num_bad_steps += 1
             state.bad_in_a_row += 1

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 
 from rock_opd.config import Recipe
 from rock_opd.core.batching import Deal, build_batches, deal, flatten, scatter
+from rock_opd.errors import NumericsError
 from rock_opd.types import Rollout, StepSignals, TokenWeights, TrainBatch
 
 
@@ -48,6 +51,26 @@ def score_all(
     return signals, build_batches(lots, rollouts, TokenWeights(weight=ones, measure=ones))
 
 
+@contextmanager
+def naming_the_teacher(signals: StepSignals) -> Iterator[None]:
+    """Numbers of the student that are not finite are told with those of the teacher that were not
+    before: then the student is not to blame.
+
+    Raises:
+        NumericsError: the one raised inside.
+    """
+    try:
+        yield
+    except NumericsError as error:
+        broken = int((~np.isfinite(signals.teacher_logprobs)).sum())
+        if not broken:
+            raise
+        raise NumericsError(
+            f"{error}; the teacher's own log-probability is no finite number at {broken} of "
+            f"{signals.num_tokens} positions: look at teacher.model (its weights, teacher.dtype)"
+        ) from None
+
+
 def measure(
     roles: Any, recipe: Recipe, rollouts: list[Rollout], *, entropy: bool = False
 ) -> Measured:
@@ -59,7 +82,8 @@ def measure(
     """
     signals, batches = score_all(roles, recipe, rollouts)
     roles.turn("student")
-    results = roles.students.measure(batches, entropy=entropy)
+    with naming_the_teacher(signals):
+        results = roles.students.measure(batches, entropy=entropy)
     roles.teachers.clear()
     return Measured(
         signals=signals,

@@ -133,6 +133,8 @@ def build_recipe(
     except OmegaConfBaseException as error:
         full_key = getattr(error, "full_key", None) or ""
         text = str(error).splitlines()[0]
+        if "is not a ListConfig" in text:
+            text = f"a list is expected: write it in brackets, {full_key}=[...]"
         if "not in" in text or type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
             raise ConfigError(f"{where}: unknown key '{full_key}'; {_hint(full_key)}") from None
         raise ConfigError(": ".join(filter(None, [where, full_key, text]))) from None

@@ -15,8 +15,12 @@ from click.testing import CliRunner
 
 from rock_opd.cli import Commands, _duration, cli, main, step_line
 from rock_opd.cli_study import output_option
-from rock_opd.errors import ConfigError, NumericsError
+from rock_opd.errors import ConfigError, DataError, NumericsError
 from rock_opd.progress import StepLine
+from rock_opd.runlock import claim
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_checkpoint import save
 
 RECIPE = """
 run: {name: t, device: cpu}
@@ -241,6 +245,29 @@ def test_a_command_that_is_stopped_for_real_is_status_130(tmp_path):
         "interrupted; pieces finished and kept for out: 1. To go on: rock-opd planted --quick "
         "--seeds 1 -o out"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(DataError("optim.lr was 1, is 2"), False), (NumericsError("NaN"), True)],
+)
+def test_a_resume_that_is_refused_is_not_told_as_the_way_to_go_on(
+    tmp_path, monkeypatch, error, says
+):
+    """The very same command would be refused again; a run that broke off may go on by it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    save(tmp_path / "runs" / "t", 3)
+    (tmp_path / "runs" / "t" / "config.yaml").write_text("")
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("rock_opd.driver.train", refuse)
+    done = CliRunner().invoke(cli, ["train", "r.yaml", "resume=true"])
+    assert done.exception is error
+    assert ("step 3 is saved. To go on from it: rock-opd train r.yaml" in done.stderr) == says
+    claim(tmp_path / "runs" / "t").release()
 
 
 def test_errors_survive_pickling():

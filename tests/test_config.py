@@ -239,3 +239,9 @@ def test_a_held_out_divergence_needs_more_than_the_sampled_ratio():
     build_recipe(tree, sampled)
     with pytest.raises(ConfigError, match=r"eval\.num_heldout needs teacher\.payload"):
         build_recipe(tree, [*sampled, "eval.num_heldout=1", "data.skip=1"])
+
+
+def test_one_server_without_brackets_is_told_to_be_a_list():
+    base = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
+    with pytest.raises(ConfigError, match=r"teacher.urls: a list is expected: .*urls=\[\.\.\.\]"):
+        build_recipe(base, ["teacher.engine=http", "teacher.urls=http://x"])

@@ -1023,6 +1023,19 @@ def test_a_bad_step_stops_the_run_unless_the_recipe_is_patient(tmp_path):
         coordinator(make_recipe(tmp_path), Bad(3)).run()
 
 
+def test_a_teacher_whose_numbers_are_not_finite_is_named(tmp_path):
+    class NoTeacher(Bad):
+        def score(self, deal, rollouts):
+            whole = super().score(deal, rollouts)
+            return [replace(s, logprobs=np.full_like(s.logprobs, np.nan)) for s in whole[:1]] + [
+                *whole[1:]
+            ]
+
+    message = r"the gradient .* the teacher's own .* at 20 of 80 positions: look at teacher.model"
+    with pytest.raises(NumericsError, match=message):
+        coordinator(make_recipe(tmp_path), NoTeacher(1)).run()
+
+
 def test_bad_steps_are_skipped_counted_and_told_and_too_many_in_a_row_stop_the_run(tmp_path):
     recipe = make_recipe(tmp_path, "optim.max_bad_steps=2", "log.occurrences=true")
     roles = Bad(2, 3, 5)

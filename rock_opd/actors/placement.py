@@ -161,12 +161,16 @@ def coordinator_options(recipe: Recipe) -> dict[str, Any]:
 # --- what is there --------------------------------------------------------------------------------
 
 
-def living_nodes() -> list[Node]:
-    """The nodes of the cluster this process has joined, with all they have."""
+def living_nodes(free: dict[str, dict[str, float]] | None = None) -> list[Node]:
+    """The nodes of the cluster this process has joined, with all they have, or with this of it.
+
+    Args:
+        free: by id of the node.
+    """
     return [
         Node(
             name=_node_name(node),
-            resources=node["Resources"],
+            resources=node["Resources"] if free is None else free.get(node["NodeID"], {}),
             labels={k: v for k, v in node["Labels"].items() if k != "ray.io/node-id"},
         )
         for node in ray.nodes()
@@ -206,7 +210,11 @@ def holders() -> str:
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    groups = [g for g in placement_group_table().values() if g["state"] == "CREATED"]
+    # Ray gives both in changing order; the same state is told in the same words.
+    groups = sorted(
+        (g for g in placement_group_table().values() if g["state"] == "CREATED"),
+        key=lambda group: group["name"],
+    )
     told = []
     for node in ray.nodes():
         if not node["Alive"]:
@@ -235,7 +243,23 @@ def holders() -> str:
         if any(amount > 1e-3 for amount in unnamed.values()):
             by_group.append(f"other actors and tasks ({_listed(unnamed)})")
         told.append(f"{_node_name(node)}: {', '.join(busy.values())}, by {', '.join(by_group)}")
-    return "; ".join(told) or "nothing is in use"
+    return "; ".join(sorted(told))
+
+
+def _room_now(bundles: list[Need], strategy: str) -> bool:
+    """Whether all of it would fit into what is free at this moment."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return can_hold(bundles, living_nodes(free), strategy=strategy, beside=[])
+
+
+def _waiting_for(recipe: Recipe, bundles: list[Need]) -> tuple[str, str]:
+    """What keeps a run that the cluster can hold, and why."""
+    busy = holders()
+    if not busy or _room_now(bundles, recipe.placement.strategy):
+        return "a process to start", "there is room"
+    return "room", f"in use are: {busy}"
 
 
 def _listed(amounts: dict[str, float]) -> str:
@@ -268,13 +292,13 @@ def _await(
         misfit = _misfit(recipe, bundles)
         if misfit and not recipe.placement.wait_for_nodes:
             raise PlacementError(misfit)
-        state = misfit.splitlines()[0] if misfit else f"in use are: {holders()}"
+        lack, why = ("room", misfit) if misfit else _waiting_for(recipe, bundles)
         if waited > limit:
-            raise PlacementError(
-                f"{what}: no room in run.start_timeout_s={limit:g} s; {misfit or state}"
-            )
+            nothing = "no room" if lack == "room" else "no process started"
+            raise PlacementError(f"{what}: {nothing} in run.start_timeout_s={limit:g} s; {why}")
+        state = f"{what}: waiting for {lack}, up to {limit:g} s; {why.splitlines()[0]}"
         if state != told and (misfit or waited > PATIENCE_S):
-            say(f"{what}: waiting for room, up to {limit:g} s; {state}")
+            say(state)
             told = state
 
 

@@ -3,6 +3,7 @@ engines."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -17,6 +18,7 @@ from ray.cluster_utils import Cluster  # noqa: E402  (needs ray)
 from rock_opd.actors.placement import (  # noqa: E402
     Placement,
     coordinator_need,
+    holders,
     lay_out,
     start_coordinator,
 )
@@ -283,6 +285,43 @@ def test_the_coordinator_stands_on_its_nodes_with_its_memory(cluster):
         time.sleep(0.2)
     assert before - ray.available_resources()["memory"] >= almost
     ray.kill(actor)
+
+
+def test_a_coordinator_whose_process_is_slow_to_start_is_not_said_to_lack_room(
+    cluster, monkeypatch
+):
+    monkeypatch.setattr("rock_opd.actors.placement.PATIENCE_S", 0.0)
+
+    class Slow:
+        def __init__(self):
+            import time
+
+            time.sleep(6)
+
+        def progress(self, seen):
+            return seen
+
+    said: list[str] = []
+    actor = start_coordinator(Slow, recipe(), say=said.append, given_up=lambda: False)
+    ray.kill(actor)
+    assert said == ["the coordinator: waiting for a process to start, up to 60 s; there is room"]
+
+
+def test_who_holds_what_is_told_in_the_same_order_every_time(cluster):
+    half = "placement.student_cpus=0.5"
+    held = [Placement(recipe(f"run.name={name}", half), "cpu", ("student",)) for name in "cab"]
+    deadline = time.monotonic() + 30
+    while sum(f"rock_opd:{name}-" in holders() for name in "abc") < 3:
+        assert time.monotonic() < deadline  # what is free is told a moment late
+        time.sleep(0.2)
+    for _ in range(10):
+        nodes = holders().split("; ")
+        assert nodes == sorted(nodes)
+        for node in nodes:
+            names = re.findall(r"rock_opd:([abc])-", node)
+            assert names == sorted(names)
+    for placement in held:
+        placement.release()
 
 
 def test_a_run_that_cannot_be_held_starts_no_coordinator(cluster):
