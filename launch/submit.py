@@ -65,7 +65,7 @@ def submit(
     env = job_environment(own_environment(runtime_env), upload)
     if address and address != "auto":
         use_address(address)
-    logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # how it reads an address
+    logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.WARNING)
     to = f" to {address}" if address else ""
     try:
         client = JobSubmissionClient(address)

@@ -7,6 +7,7 @@ import glob
 import os
 import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -324,3 +325,20 @@ def main() -> Any:
     except RockOPDError as error:
         click.echo(redact(f"error: {error}"), err=True)
         sys.exit(1)
+    except (OSError, UnicodeError, OverflowError) as error:
+        # Of the machine (a folder that went away, a name no file may have), where nothing nearer
+        # knew what it means.
+        click.echo(redact(f"error: {_of_the_machine(error)}"), err=True)
+        sys.exit(1)
+
+
+def _of_the_machine(error: Exception) -> str:
+    """One line, with the place in our own code that a report of it needs."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the folder this is typed in was removed; change to another one"
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}rock_opd{os.sep}" in frame.filename]
+    where = f" (at {Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else ""
+    return f"{' '.join(str(error).split()) or type(error).__name__}{where}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,13 @@ STRATEGIES = ("pack", "spread", "strict_pack", "strict_spread")
 NODE_GROUP = r"[A-Za-z0-9][A-Za-z0-9._/-]*(=[A-Za-z0-9][A-Za-z0-9._-]*)?"
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DEVICES = ("auto", "cpu", "cuda")
+MOST, MOST_S, MOST_ACTORS, MOST_TOKENS = 1e15, 1e8, 1e5, 1e8
+"""What no machine has: a larger number is a slip, and would end in an overflow elsewhere."""
+MOST_PROMPTS, MOST_THREADS = 1e6, 4096
+LONGEST_NAME = 255
+"""Bytes of one name in a path, on every file system in use."""
+LONGEST_RUN_NAME = 200
+"""Leaves room for what is put behind it (``-2``, ``.partial``)."""
 
 
 def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -42,9 +50,11 @@ def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{key} must be one of {', '.join(choices)}, got '{value}'{hint}")
 
 
-def _at_least(key: str, value: float, least: float) -> None:
+def _at_least(key: str, value: float, least: float, *, most: float = MOST) -> None:
     if not (math.isfinite(value) and value >= least):
         raise ConfigError(f"{key} must be at least {least:g}, got {value:g}")
+    if value > most:
+        raise ConfigError(f"{key} must be at most {most:g}, got {value:g}")
 
 
 def _within(key: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -67,6 +77,27 @@ def _threshold(key: str, value: str) -> None:
         _within(key, number, 0.0, 1.0)
     elif not math.isfinite(number):
         raise ConfigError(f"{key} must be finite, got '{text}'")
+
+
+def _path(key: str, path: str | None) -> None:
+    """Checks a path on this machine, or a hub id."""
+    if path is None:
+        return
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        other = "; a copy in a store is run.mirror" if key == "run.dir" else ""
+        raise ConfigError(f"{key} is a path on this machine, got '{redact(path)}'{other}")
+    if path.startswith("~"):
+        home = os.path.expanduser(path)
+        instead = f"write {home}" if home != path else "write it out"
+        raise ConfigError(f"{key}: '{path}' is not expanded here; {instead}")
+    if "\0" in path:
+        raise ConfigError(f"{key}: a path holds no NUL character, got {path!r:.60}")
+    longest = max(path.split("/"), key=lambda name: len(os.fsencode(name)))
+    if len(os.fsencode(longest)) > LONGEST_NAME:
+        raise ConfigError(
+            f"{key}: the name '{longest[:30]}...' in it is {len(os.fsencode(longest))} bytes long, "
+            f"a file's may have {LONGEST_NAME}"
+        )
 
 
 def _names_a_secret(name: str) -> bool:
@@ -162,6 +193,11 @@ class RunConfig:
                 f"run.name must be letters, digits, '.', '_' or '-' and start with a letter or "
                 f"digit, got '{self.name}'"
             )
+        if len(self.name) > LONGEST_RUN_NAME:
+            raise ConfigError(
+                f"run.name must have at most {LONGEST_RUN_NAME} characters, got {len(self.name)}"
+            )
+        _path("run.dir", self.dir)
         if self.mirror is not None:
             _mirror_uri(self.mirror)
         _choice("run.on_existing", self.on_existing, ("fail", "new"))
@@ -171,12 +207,12 @@ class RunConfig:
         _at_least("run.stop_after", self.stop_after, 0)
         _at_least("run.num_epochs", self.num_epochs, 1)
         _choice("run.device", self.device, DEVICES)
-        _at_least("run.start_timeout_s", self.start_timeout_s, 1)
-        _at_least("run.phase_timeout_s", self.phase_timeout_s, 1)
-        _at_least("run.stall_timeout_s", self.stall_timeout_s, 1)
+        _at_least("run.start_timeout_s", self.start_timeout_s, 1, most=MOST_S)
+        _at_least("run.phase_timeout_s", self.phase_timeout_s, 1, most=MOST_S)
+        _at_least("run.stall_timeout_s", self.stall_timeout_s, 1, most=MOST_S)
         _at_least("run.max_replacements", self.max_replacements, 0)
         _at_least("run.max_restarts", self.max_restarts, 0)
-        _at_least("run.grace_s", self.grace_s, 0)
+        _at_least("run.grace_s", self.grace_s, 0, most=MOST_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +236,7 @@ class DataConfig:
     """Passed to the chat template when set."""
 
     def __post_init__(self) -> None:
+        _path("data.prompts", self.prompts)
         _choice("data.source", self.source, SOURCES)
         _choice("data.on_bad_row", self.on_bad_row, ("skip", "fail"))
         _at_least("data.limit", self.limit, 0)
@@ -235,12 +272,14 @@ class StudentConfig:
     """Keep optimizer states in host memory (ZeRO-Offload)."""
 
     def __post_init__(self) -> None:
+        _path("student.from_run", self.from_run)
+        _path("student.model", self.model)
         _choice("student.dtype", self.dtype, DTYPES)
-        _at_least("student.num_ranks", self.num_ranks, 1)
+        _at_least("student.num_ranks", self.num_ranks, 1, most=MOST_ACTORS)
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"student.zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
         _choice("student.attn_implementation", self.attn_implementation, ATTENTION)
-        _at_least("student.micro_batch_tokens", self.micro_batch_tokens, 1)
+        _at_least("student.micro_batch_tokens", self.micro_batch_tokens, 1, most=MOST_TOKENS)
         _at_least("student.logit_chunk_rows", self.logit_chunk_rows, 1)
         if self.offload_optimizer and self.zero_stage == 0:
             raise ConfigError("student.offload_optimizer needs student.zero_stage 1, 2 or 3, got 0")
@@ -311,10 +350,12 @@ class RolloutConfig:
     """Share of a GPU that vLLM may take (when ``kv_cache_bytes`` is None)."""
 
     def __post_init__(self) -> None:
-        for key in ("num_workers", "tensor_parallel", "prompts_per_step", "samples_per_prompt"):
-            _at_least(f"rollout.{key}", getattr(self, key), 1)
+        for key in ("num_workers", "tensor_parallel"):
+            _at_least(f"rollout.{key}", getattr(self, key), 1, most=MOST_ACTORS)
+        for key in ("prompts_per_step", "samples_per_prompt"):
+            _at_least(f"rollout.{key}", getattr(self, key), 1, most=MOST_PROMPTS)
         for key in ("max_prompt_tokens", "max_new_tokens", "max_num_seqs"):
-            _at_least(f"rollout.{key}", getattr(self, key), 1)
+            _at_least(f"rollout.{key}", getattr(self, key), 1, most=MOST_TOKENS)
         _choice("rollout.dtype", self.dtype, DTYPES)
         if self.kv_cache_bytes is not None:
             _at_least("rollout.kv_cache_bytes", self.kv_cache_bytes, 1)
@@ -383,8 +424,9 @@ class TeacherConfig:
     """As ``rollout.gpu_memory_utilization``."""
 
     def __post_init__(self) -> None:
-        _at_least("teacher.num_replicas", self.num_replicas, 1)
-        _at_least("teacher.tensor_parallel", self.tensor_parallel, 1)
+        _path("teacher.model", self.model)
+        _at_least("teacher.num_replicas", self.num_replicas, 1, most=MOST_ACTORS)
+        _at_least("teacher.tensor_parallel", self.tensor_parallel, 1, most=MOST_ACTORS)
         _choice("teacher.engine", self.engine, TEACHER_ENGINES)
         _choice("teacher.payload", self.payload, PAYLOADS)
         _choice("teacher.dtype", self.dtype, DTYPES)
@@ -392,7 +434,7 @@ class TeacherConfig:
         _at_least("teacher.top_k", self.top_k, 1)
         for key in ("max_num_seqs", "max_batched_tokens", "park_bytes", "logit_chunk_rows"):
             _at_least(f"teacher.{key}", getattr(self, key), 1)
-        _at_least("teacher.prefix_tokens", self.prefix_tokens, 0)
+        _at_least("teacher.prefix_tokens", self.prefix_tokens, 0, most=MOST_TOKENS)
         if self.kv_cache_bytes is not None:
             _at_least("teacher.kv_cache_bytes", self.kv_cache_bytes, 1)
         _within(
@@ -423,9 +465,9 @@ class TeacherConfig:
                 "ending in KEY, TOKEN, SECRET or PASSWORD (such as TEACHER_API_KEY), so that its "
                 "value is kept out of logs; got something else"
             )
-        _at_least("teacher.request_timeout_s", self.request_timeout_s, 0.1)
-        _at_least("teacher.retry_for_s", self.retry_for_s, 0)
-        _at_least("teacher.max_concurrency", self.max_concurrency, 1)
+        _at_least("teacher.request_timeout_s", self.request_timeout_s, 0.1, most=MOST_S)
+        _at_least("teacher.retry_for_s", self.retry_for_s, 0, most=MOST_S)
+        _at_least("teacher.max_concurrency", self.max_concurrency, 1, most=MOST_ACTORS)
         if self.remote and self.max_concurrency < self.num_replicas:
             raise ConfigError(
                 f"teacher.num_replicas={self.num_replicas} processes share "
@@ -502,6 +544,8 @@ class PolicyConfig:
     (q0.8)."""
 
     def __post_init__(self) -> None:
+        _path("policy.ids_file", self.ids_file)
+        _path("policy.guard_file", self.guard_file)
         _choice("policy.name", self.name, POLICIES)
         _choice("policy.score", self.score, SCORES)
         if self.threshold is not None and not math.isfinite(self.threshold):
@@ -603,11 +647,13 @@ class EvalConfig:
     """Length limit of an answer."""
 
     def __post_init__(self) -> None:
+        _path("eval.heldout_prompts", self.heldout_prompts)
+        _path("eval.problems", self.problems)
         _at_least("eval.num_heldout", self.num_heldout, 0)
         _at_least("eval.every", self.every, 0)
-        _at_least("eval.samples", self.samples, 1)
+        _at_least("eval.samples", self.samples, 1, most=MOST_PROMPTS)
         _at_least("eval.temperature", self.temperature, 0.0)
-        _at_least("eval.max_new_tokens", self.max_new_tokens, 1)
+        _at_least("eval.max_new_tokens", self.max_new_tokens, 1, most=MOST_TOKENS)
         if self.every and self.problems is None:
             raise ConfigError(
                 "eval.every needs eval.problems, a JSONL file of problems with answers"
@@ -712,8 +758,8 @@ class PlacementConfig:
             *("rollout_cpus", "teacher_cpus", "student_cpus"),
             *("coordinator_cpus", "coordinator_memory_gb"),
         ):
-            _at_least(f"placement.{key}", getattr(self, key), 0)
-        _at_least("placement.threads", self.threads, 1)
+            _at_least(f"placement.{key}", getattr(self, key), 0, most=MOST_ACTORS)
+        _at_least("placement.threads", self.threads, 1, most=MOST_THREADS)
         groups = {
             f"{role}_on": getattr(self, f"{role}_on")
             for role in ("rollout", "teacher", "student", "coordinator")

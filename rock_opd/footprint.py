@@ -3,8 +3,10 @@ numbers, and they say so."""
 
 from __future__ import annotations
 
+import tempfile
+
 from rock_opd.config import Recipe, resolve_dtype
-from rock_opd.durable import in_bytes
+from rock_opd.durable import free_bytes, in_bytes
 from rock_opd.engines.vllm_quirks import CPU_KV_CACHE_BYTES
 from rock_opd.findings import CheckReport
 from rock_opd.inputs import longest_tokens
@@ -198,6 +200,49 @@ def _engine_memory(weights: int, full_cache: int, cache: int | None, device: str
         if device == "cuda"
         else f"weights {in_bytes(weights)}, "
     ) + f"KV cache {kept} (all sequences at full length: {in_bytes(full_cache)})"
+
+
+def report_run_dir(report: CheckReport, recipe: Recipe, student: ModelFacts | None) -> None:
+    """Whether this machine can write where the run's folder will be, and whether its files fit.
+
+    Args:
+        student: None: unknown, and so is how much it takes.
+    """
+    folder = recipe.run_dir
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".rock-opd-check-") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+    except OSError as error:
+        report.add(
+            "fail",
+            f"run.dir={recipe.run.dir}: nothing can be written to {there} here: "
+            f"{error.strerror or error}; name another folder, or free it",
+        )
+        return
+    free = free_bytes(there)
+    if student is None or free is None:
+        report.add("ok", f"{folder}: can be written here")
+        return
+    needed = _stored_bytes(recipe, student)
+    enough = needed <= free
+    report.add(
+        "ok" if enough else "warn",
+        f"{folder}: {in_bytes(free)} free here, checkpoints and models take about "
+        f"{in_bytes(needed)}"
+        + ("" if enough else "; lower checkpoint.keep_last or keep_hf, or name another run.dir"),
+    )
+
+
+def _stored_bytes(recipe: Recipe, student: ModelFacts) -> int:
+    """Checkpoints kept and the one being written beside them, copies for serving, the model."""
+    cfg = recipe.checkpoint
+    model = student.num_params * BYTES[resolve_dtype(recipe.student.dtype, assumed_device(recipe))]
+    states = 12 * student.num_params  # float32 master and two moments
+    models = 1 + (cfg.keep_hf + 1 if cfg.save_hf_every else 0)
+    models += cfg.keep_best and recipe.eval.problems is not None
+    return (cfg.keep_last + 1) * states + models * model
 
 
 def short_count(num: float) -> str:

@@ -22,6 +22,7 @@ from rock_opd.footprint import (
     assumed_device,
     report_memory,
     report_placement,
+    report_run_dir,
     report_wire,
     short_count,
 )
@@ -79,6 +80,8 @@ def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) ->
             _check_servers(report, recipe)
     report_placement(report, recipe)
     report_wire(report, recipe, facts.get("teacher"))
+    if not static:
+        report_run_dir(report, recipe, facts.get("student"))
     if "student" in facts and "teacher" in facts:
         report_memory(report, recipe, facts["student"], facts["teacher"])
     return report

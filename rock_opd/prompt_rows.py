@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ class BadRow(Exception):
 
 MAX_LINE_BYTES = 64 << 20
 """A longer line is a bad row; more of it is never held in memory."""
+ALWAYS_TOKENISED = 100_000
+"""Characters that any tokenizer cuts in a moment."""
 COLUMNS = (
     *("id", "messages", "prompt", "answer", "reward_model", "data_source", "teacher_messages"),
     *("response_ids", "response", "finished", "tokenizer", "extra_info"),
@@ -92,11 +95,13 @@ def _jsonl_rows(path: Path) -> Iterator[dict[str, Any] | BadRow]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
         except UnicodeDecodeError as error:
             yield BadRow("bad encoding", f"not UTF-8 at byte {error.start}")
         except RecursionError:
             yield BadRow("bad JSON", "nested too deeply")
+        except BadRow as bad:
+            yield bad
         except ValueError as error:
             yield BadRow("bad JSON", str(error) + _array_hint(line, number))
         else:
@@ -105,6 +110,15 @@ def _jsonl_rows(path: Path) -> Iterator[dict[str, Any] | BadRow]:
             else:
                 what = f"expected an object, got {_type(row)}"
                 yield BadRow("wrong type", what + _array_hint(line, number))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, whose keys JSON itself would let the last one win."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1)
+        raise BadRow("key twice", f"the key {twice[:40]!r} stands twice in one object")
+    return made
 
 
 def _array_hint(line: bytes, number: int) -> str:
@@ -134,6 +148,11 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
+            if twice := [name for name in COLUMNS if names.count(name) > 1]:
+                raise DataError(
+                    f"{path}: has {names.count(twice[0])} columns named '{twice[0]}'; rename all "
+                    "but the one that is meant"
+                )
             if not {"messages", "prompt"} & set(names):
                 raise DataError(
                     f"{path}: neither a column 'messages' nor 'prompt', it has "
@@ -171,6 +190,7 @@ class RowReader:
         self._tokenizer = tokenizer
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._num_ids = vocabulary_width(tokenizer)
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self._max_prompt = max_prompt_tokens
         self._max_teacher_prompt = max_teacher_prompt_tokens
         self._max_response = max_response_tokens
@@ -231,17 +251,32 @@ class RowReader:
         return [{"role": "user", "content": prompt}]
 
     def _render(self, source: Messages | str, what: str, limit: int) -> np.ndarray:
+        text = source if isinstance(source, str) else self._template(source)
+        self._refuse_endless(text, limit, f"'{what}'", "prompt too long")
         if isinstance(source, str):
-            ids = self._tokenizer(source)["input_ids"]
+            ids = self._tokenizer(text)["input_ids"]
         else:
-            ids = self._tokenizer(self._template(source), add_special_tokens=False, verbose=False)[
-                "input_ids"
-            ]
+            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise BadRow("empty prompt", f"'{what}' renders to no token")
         if len(ids) > limit:
             raise BadRow("prompt too long", f"'{what}' has {len(ids)} tokens, the limit is {limit}")
         return np.asarray(ids, np.int32)
+
+    def _refuse_endless(self, text: str, limit: int, what: str, reason: str) -> None:
+        """Refuses what cannot fit before a tokenizer takes minutes over it (66 s for 5 MB).
+
+        A token stands for no more characters than the longest in the vocabulary; where whitespace
+        is merged or stripped before, only the rest is sure to need tokens.
+        """
+        if len(text) <= ALWAYS_TOKENISED:
+            return
+        num_chars = sum(map(len, text.split()))
+        if num_chars > limit * self._longest_token:
+            raise BadRow(
+                reason,
+                f"{what} has {len(text)} characters, more than {limit} tokens can hold",
+            )
 
     def _template(self, messages: Messages) -> str:
         try:
@@ -270,6 +305,8 @@ class RowReader:
         elif text is not None:
             if not isinstance(text, str):
                 raise BadRow("wrong type", f"'response' is {_type(text)}, expected a string")
+            if self._max_response:
+                self._refuse_endless(text, self._max_response, "'response'", "response too long")
             ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             finished = row.get("finished")
             if finished not in (None, True, False):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import io
+import json
 import re
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rock_opd.config import Recipe
 from rock_opd.errors import ConfigError
 from rock_opd.redact import redact
+
+THRESHOLDS = ("policy.window_threshold", "probe.tau_pre", "probe.tau_post")
+"""Text keys that hold a number as often."""
+MAX_NODES = 10_000
+"""Values of a recipe, with aliases written out."""
 
 
 def _hint(dotted: str) -> str:
@@ -47,15 +56,106 @@ def _unlock(node: DictConfig) -> None:
             _unlock(child)
 
 
+def _string_keys() -> dict[str, bool]:
+    """Dotted keys whose value is text; True where they may be null. A threshold is not among them:
+    a number is one as it stands."""
+    found = {}
+    for section in fields(Recipe):
+        if not is_dataclass(section.default_factory):
+            continue
+        for name, kind in get_type_hints(section.default_factory).items():
+            if kind in (str, str | None):
+                found[f"{section.name}.{name}"] = kind is not str
+    return {key: null for key, null in found.items() if key not in THRESHOLDS}
+
+
+STRING_KEYS = _string_keys()
+
+
+def _as_it_stands(key: str, text: str) -> str:
+    """An override of a text key: YAML would read 007, 1.10 or on as something else, and end the
+    text at a `` #``. Quotes around it, null, and lists (an error later) are YAML's."""
+    text = text.strip()
+    if text.lower() in ("", "null") or (text == "~" and STRING_KEYS[key]):
+        return f"{key}={text}"
+    if text[0] in "'\"[{":
+        with suppress(yaml.YAMLError):
+            if not isinstance(yaml.safe_load(text), int | float):
+                return f"{key}={text}"
+    return f"{key}={json.dumps(text)}"
+
+
 def _dotlist(overrides: list[str]) -> DictConfig:
+    items = []
     for item in overrides:
-        if "=" not in item or item.startswith("="):
+        key, equals, text = item.partition("=")
+        if not key or not equals:
             raise ConfigError(f"override '{item}' must look like key.sub=value")
+        item = _as_it_stands(key, text) if key in STRING_KEYS else item
         try:
+            if key not in STRING_KEYS:
+                _refuse_odd_yaml(text)
             OmegaConf.from_dotlist([item])
         except Exception as error:  # yaml's and OmegaConf's own kinds
             raise ConfigError(f"override '{item}': {_first_problem(error)}") from None
-    return OmegaConf.from_dotlist(overrides)
+        items.append(item)
+    return OmegaConf.from_dotlist(items)
+
+
+def _refuse_odd_yaml(text: str) -> None:
+    """Refuses what YAML turns into something else than it seems.
+
+    Raises:
+        ConfigError: aliases that make a small file a huge recipe, or a number in base 8 or 60.
+        yaml.YAMLError: no YAML.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    sizes: dict[int, int] = {}  # by node, aliases written out
+
+    def size(node: yaml.Node | None) -> int:
+        if node is None or isinstance(node, yaml.ScalarNode):
+            if node is not None and node.style is None and _another_number(node):
+                raise ConfigError(
+                    f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number in base "
+                    f"{60 if ':' in node.value else 8}; write it in quotes if it is text, and "
+                    "without leading zeros or colons if it is a number"
+                )
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_NODES + 1  # of one that holds itself
+            parts = node.value
+            if isinstance(node, yaml.MappingNode):
+                parts = [part for pair in node.value for part in pair]
+            sizes[id(node)] = 1 + sum(size(part) for part in parts)
+        if sizes[id(node)] > MAX_NODES:
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: more than {MAX_NODES} values once its aliases "
+                "are written out; a recipe has a few hundred"
+            )
+        return sizes[id(node)]
+
+    size(root)
+
+
+def _another_number(node: yaml.ScalarNode) -> bool:
+    is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+    return (
+        is_number and re.fullmatch(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)", node.value) is not None
+    )
+
+
+def _refuse_other_than_text(layer: DictConfig, where: str) -> None:
+    """Refuses numbers, dates and booleans where text belongs: what was typed is lost by then."""
+    for key in STRING_KEYS:
+        section, name = key.split(".")
+        part = layer._get_node(section)
+        node = part._get_node(name) if isinstance(part, DictConfig) else None
+        value = None if node is None or OmegaConf.is_config(node) else node._value()
+        if value is not None and not isinstance(value, str | Path):
+            raise ConfigError(
+                f"{where}: {key}: YAML reads this as {value!r:.40} ({type(value).__name__}), and "
+                "text is expected; write it in quotes"
+            )
 
 
 def _first_problem(error: Exception) -> str:
@@ -113,6 +213,7 @@ def build_recipe(
         layers = [OmegaConf.create(tree), _dotlist(overrides)]
         for layer in layers:
             _refuse_resolvers(OmegaConf.to_container(layer, resolve=False), where)
+            _refuse_other_than_text(layer, where)
             for key in layer:
                 if isinstance(schema.get(str(key)), DictConfig) and not OmegaConf.is_dict(
                     layer._get_node(key)
@@ -163,11 +264,20 @@ def load_recipe(
     if path is None:
         return build_recipe({}, overrides or [], needed=needed)
     path = Path(path)
-    if not path.is_file():
-        got = "expected a YAML file, got a folder" if path.is_dir() else "no such file"
-        raise ConfigError(f"recipe {path}: {got}")
     try:
-        tree = OmegaConf.load(path)
+        if not path.is_file():
+            got = "expected a YAML file, got a folder" if path.is_dir() else "no such file"
+            raise ConfigError(f"recipe {path}: {got}")
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # such as a name that no file system takes
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"recipe {str(path)[:200]}: cannot be read: {why}") from None
+    try:
+        text = content.decode("utf-8")
+        _refuse_odd_yaml(text)
+        tree = OmegaConf.load(io.StringIO(text))
+    except ConfigError as error:
+        raise ConfigError(f"recipe {path}: {error}") from None
     except Exception as error:  # yaml and OmegaConf raise a dozen kinds; all mean: not a recipe
         raise ConfigError(f"recipe {path}: not readable as YAML: {_first_problem(error)}") from None
     if not isinstance(tree, DictConfig):

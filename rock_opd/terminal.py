@@ -18,7 +18,8 @@ SLOW_S = 10.0
 
 
 def outlive_readers() -> None:
-    """From here on no write to this process's standard output and error fails."""
+    """From here on no write to this process's standard output and error fails, nor for a character
+    that their encoding lacks (ASCII, latin-1): it is written as its escape."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
@@ -31,7 +32,7 @@ def outlive_readers() -> None:
         lasting = io.TextIOWrapper(
             io.BufferedWriter(_Lasting(raw)),
             encoding=stream.encoding,
-            errors=stream.errors,
+            errors="backslashreplace",
             line_buffering=True,
         )
         setattr(sys, name, lasting)

@@ -289,3 +289,55 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path):
     (tmp_path / "config.yaml").write_text(recipe_yaml(recipe))
     assert load_recipe(tmp_path / "config.yaml") == recipe
     assert json.dumps(recipe.optim.betas) == "[0.8, 0.9]"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["check", "x" * 300 + ".yaml"], "cannot be read: File name too long"),
+        (["check", "--static", "r.yaml", "run.name=" + "x" * 300], "at most 200 characters"),
+        (["train", "r.yaml", "run.dir=" + "x" * 300], "a file's may have 255"),
+        (["check", "r.yaml", "student.model=" + "x" * 300], "a file's may have 255"),
+        (["train", "r.yaml", "--address", "nonsense"], "error: "),
+    ],
+)
+def test_names_that_no_file_system_takes_are_one_line(args, says, tmp_path, monkeypatch, capsys):
+    (tmp_path / "r.yaml").write_text(
+        "data: {prompts: p.jsonl}\nstudent: {model: s}\nteacher: {model: t}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rock-opd", *args])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert says in err and "Traceback" not in err and len(err) < 600
+
+
+def test_a_removed_working_directory_and_an_ascii_terminal_are_one_line_too(tmp_path):
+    script = (
+        "import os, sys\n"
+        "from rock_opd import cli\n"
+        "@cli.cli.command()\n"
+        "def odd():\n"
+        "    print('caf\\u00e9 \\u2192')\n"
+        "    os.rmdir(os.getcwd())\n"
+        "    os.getcwd()\n"
+        "sys.argv = ['rock-opd', 'odd']\n"
+        "cli.main()\n"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin", "PYTHONPATH": str(root), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "caf\\xe9 \\u2192\n"
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: the folder this is typed in was removed; change to another one\n"
+    )

@@ -241,6 +241,47 @@ def test_a_held_out_divergence_needs_more_than_the_sampled_ratio():
         build_recipe(tree, [*sampled, "eval.num_heldout=1", "data.skip=1"])
 
 
+@pytest.mark.parametrize("text", ["007", "1.10", "on", "2026_12_01", "1e5", "0x10", "yes", "no"])
+def test_an_override_of_a_text_key_is_the_text_as_it_stands(text, tmp_path):
+    base = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
+    recipe = build_recipe(
+        base, [f"run.name={text}", f"data.prompts={text} #2", "student.model='q'"]
+    )
+    assert recipe.run.name == text
+    assert recipe.data.prompts == f"{text} #2" and recipe.student.model == "q"
+    (tmp_path / "config.yaml").write_text(recipe_yaml(recipe))
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+
+
+def test_a_text_key_that_may_be_empty_takes_null_and_one_that_may_not_refuses_it():
+    base = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
+    given = build_recipe({**base, "run": {"mirror": "file:///m"}}, ["run.mirror=null"])
+    assert given.run.mirror is None
+    with pytest.raises(ConfigError, match=r"run.name: Incompatible value 'None'"):
+        build_recipe(base, ["run.name=null"])
+
+
+def test_every_key_that_holds_a_path_refuses_a_tilde_and_an_address():
+    base = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
+    for key in (
+        *("run.dir", "data.prompts", "student.model", "student.from_run", "teacher.model"),
+        *("policy.ids_file", "policy.guard_file", "eval.heldout_prompts", "eval.problems"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}: '~/x' is not expanded here; write /"):
+            build_recipe(base, [f"{key}=~/x"])
+        with pytest.raises(ConfigError, match=f"{key} is a path on this machine, got 's3://b/x'"):
+            build_recipe(base, [f"{key}=s3://b/x"])
+
+
+def test_an_alias_bomb_is_refused_in_an_override_too():
+    bomb = "[&a [1,1,1,1,1,1,1,1,1,1]" + "".join(
+        f", &{new} [{','.join([f'*{old}'] * 10)}]"
+        for old, new in zip("abcdefg", "bcdefgh", strict=True)
+    )
+    with pytest.raises(ConfigError, match="more than 10000 values once its aliases"):
+        build_recipe({}, [f"optim.betas={bomb}]"])
+
+
 def test_one_server_without_brackets_is_told_to_be_a_list():
     base = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
     with pytest.raises(ConfigError, match=r"teacher.urls: a list is expected: .*urls=\[\.\.\.\]"):

@@ -241,7 +241,7 @@ def test_a_job_goes_to_the_cluster_of_the_environment_where_no_address_was_typed
     assert "POST /api/jobs/" in named.asked
 
 
-@pytest.mark.parametrize("address", ["nonsense", "http://", "os://x", "127.0.0.1:1"])
+@pytest.mark.parametrize("address", ["nonsense", "http://", "os://x", "http://127.0.0.1:1"])
 def test_an_address_that_is_none_is_one_line(address, tmp_path):
     done = submit("r.yaml", "--no-wait", "--address", address, cwd=tmp_path)
     assert done.returncode == 1

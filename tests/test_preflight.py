@@ -189,7 +189,7 @@ def test_templates_that_react_to_enable_thinking_are_shown_both_ways(recipe, tin
 def test_a_thinking_flag_that_no_template_knows_is_a_warning(recipe):
     report = check(recipe("data.enable_thinking=true"), static=False)
     assert any("no template reacts to it" in w for w in of_level(report, "warn"))
-    assert not any("thinking" in line for line in check(recipe(), static=False).lines)
+    assert not any("enable_thinking" in line for line in check(recipe(), static=False).lines)
 
 
 def test_special_tokens_that_differ_are_named(recipe, tiny_models, tmp_path):
@@ -471,3 +471,21 @@ def test_a_teacher_whose_embedding_cannot_be_read_fails_where_contexts_need_it(
     (fail,) = of_level(check(recipe(*named), static=False), "fail")
     assert "probe.encoder=ngram" in fail and "not finite" in fail
     assert not check(recipe(*named, "probe.encoder=ngram"), static=False).failed
+
+
+def test_a_run_folder_that_cannot_be_written_is_said_and_one_that_can_is_left_as_it_was(
+    recipe, tmp_path
+):
+    sound = check(recipe(f"run.dir={tmp_path / 'a' / 'runs'}"), static=False)
+    assert any("free here, checkpoints and models take about" in line for line in sound.lines)
+    assert not (tmp_path / "a").exists()
+    bad = check(
+        recipe("run.dir=/proc/runs"), static=False
+    )  # no file can be made there, by root too
+    assert any("run.dir=/proc/runs: nothing can be written to /proc" in line for line in bad.lines)
+    assert bad.failed
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_a_warning(recipe):
+    report = check(recipe("checkpoint.keep_last=1000000000000"), static=False)
+    assert any("lower checkpoint.keep_last" in line for line in of_level(report, "warn"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from case import MAX_PROMPT_TOKENS, Bench, Case
 
-from rock_opd.errors import DataError, RockOPDError
+from rock_opd.errors import ConfigError, DataError, RockOPDError
 
 GOOD = {"id": "good", "prompt": "hi", "response": "yes", "answer": "1"}
 USER = {"role": "user", "content": "hi"}
@@ -140,6 +140,15 @@ def _folder(bench: Bench) -> Path:
 def _torn_parquet(bench: Bench) -> Path:
     path = table(bench.folder / "rows.parquet", [GOOD] * 100)
     path.write_bytes(path.read_bytes()[:-100])
+    return path
+
+
+def _two_columns(bench: Bench) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = bench.folder / "rows.parquet"
+    pq.write_table(pa.table([["a"], ["b"]], names=["prompt", "prompt"]), path)
     return path
 
 
@@ -534,13 +543,44 @@ FILES = [
         r"expected a prompt file, got a folder",
         "Name the file in it.",
     ),
+    row(
+        "key-twice",
+        "a key twice in one object",
+        b'{"id": "x", "prompt": "one", "prompt": "another"}',
+        "key twice",
+        r"the key 'prompt' stands twice in one object",
+        "Keep the one that is meant.",
+    ),
+    row(
+        "key-twice-inside",
+        "a key twice in a message",
+        b'{"messages": [{"role": "user", "content": "one", "content": "another"}]}',
+        "key twice",
+        r"the key 'content' stands twice in one object",
+        "Keep the one that is meant.",
+    ),
+    row(
+        "megabytes",
+        "a prompt of megabytes",
+        {"prompt": "x" * 5_000_000},
+        "prompt too long",
+        r"'prompt' has \d+ characters, more than 64 tokens can hold",
+        "Shorten it; it is refused before it is tokenised.",
+    ),
+    file(
+        "two-prompt-columns",
+        "a parquet file with two columns of one name",
+        _two_columns,
+        r"rows.parquet: has 2 columns named 'prompt'; rename all but",
+        "Rename all but one.",
+    ),
     file(
         "name-too-long",
         "a name no file system takes",
         lambda bench: bench.folder / f"{'x' * 300}.jsonl",
-        r"cannot be read: File name too long",
+        r"data.prompts: the name 'x{30}...' in it is <n> bytes long",
         "Name the file, not its content.",
-        borrowed=r"x{300}",
+        error=ConfigError,
     ),
     file(
         "csv",

@@ -107,6 +107,12 @@ def _said(id: str, wrong: str, run: object, says: str, todo: str) -> Case:
     return Case(id=id, area="recipe", wrong=wrong, run=run, error=ConfigError, says=says, todo=todo)
 
 
+BOMB = b"x:\n- &a [y, y, y, y, y, y, y, y, y]\n" + b"".join(
+    b"- &%c [%s]\n" % (ord("b") + n, b", ".join([b"*%c" % (ord("a") + n)] * 9)) for n in range(9)
+)
+"""A few hundred bytes, and four thousand million values with its aliases written out."""
+
+
 CASES = [
     _said(
         "no-recipe",
@@ -188,6 +194,104 @@ CASES = [
         r"not readable as YAML",
         "Write a recipe.",
         borrowed=r"(?<=not readable as YAML: ).*",
+    ),
+    recipe(
+        "alias-bomb",
+        "aliases of aliases, a huge recipe in a few hundred bytes",
+        BOMB,
+        r"line \d+: more than 10000 values once its aliases are written out",
+        "Write the values out.",
+    ),
+    recipe(
+        "alias-of-itself",
+        "an alias that holds itself",
+        b"x: &a [*a]\n",
+        r"more than 10000 values once its aliases are written out",
+        "Write the values out.",
+    ),
+    recipe(
+        "number-for-text",
+        "a number where text belongs",
+        b"run: {name: 1.10}\n",
+        r"run.name: YAML reads this as 1.1 \(float\), and text is expected; write it in quotes",
+        "Write `name: '1.10'`.",
+    ),
+    recipe(
+        "boolean-for-text",
+        "a word that YAML takes for a boolean",
+        b"log: {wandb_project: on}\n",
+        r"log.wandb_project: YAML reads this as True \(bool\)",
+        "Write `'on'`.",
+    ),
+    recipe(
+        "octal",
+        "a number with leading zeros",
+        b"run: {name: 007}\n",
+        r"line 4: YAML reads 007 as a number in base 8; write it in quotes",
+        "Write `'007'` for text, 7 for a number.",
+    ),
+    recipe(
+        "base-60",
+        "a time of day, which YAML takes for a number",
+        b"run: {start_timeout_s: 12:30}\n",
+        r"line 4: YAML reads 12:30 as a number in base 60",
+        "Write seconds; text in quotes.",
+    ),
+    recipe(
+        "run-folder-in-a-store",
+        "a run's folder in a store",
+        b"run: {dir: 's3://bucket/runs'}\n",
+        r"run.dir is a path on this machine, got 's3://bucket/runs'; .* is run.mirror",
+        "Name a folder; a copy of the run goes to run.mirror.",
+    ),
+    recipe(
+        "prompts-in-a-store",
+        "prompts in a store",
+        b"eval: {problems: 's3://bucket/p.jsonl'}\n",
+        r"eval.problems is a path on this machine",
+        "Fetch the file first.",
+    ),
+    recipe(
+        "tilde",
+        "a `~` for the home folder",
+        b"run: {dir: '~no-such-user/runs'}\n",
+        r"run.dir: '~no-such-user/runs' is not expanded here; write it out",
+        "Write the whole path, or let the shell expand it.",
+    ),
+    recipe(
+        "long-name",
+        "a run's name that no file may have",
+        b"run: {name: " + b"a" * 300 + b"}\n",
+        r"run.name must have at most 200 characters, got 300",
+        "Shorten it.",
+    ),
+    recipe(
+        "long-path",
+        "a name in a path that no file may have",
+        b"eval: {heldout_prompts: x/" + b"a" * 300 + b".jsonl}\n",
+        r"eval.heldout_prompts: the name 'a+...' in it is <n> bytes long, a file's may have 255",
+        "Shorten it.",
+    ),
+    recipe(
+        "endless-limit",
+        "a time limit beyond any clock",
+        b"run: {phase_timeout_s: 1.0e+300}\n",
+        r"run.phase_timeout_s must be at most 1e\+08, got 1e\+300",
+        "Give seconds; 1e8 are three years.",
+    ),
+    recipe(
+        "too-many-prompts",
+        "more prompts a step than any machine holds",
+        b"rollout: {prompts_per_step: 1000000000000}\n",
+        r"rollout.prompts_per_step must be at most 1e\+06, got 1e\+12",
+        "Lower it.",
+    ),
+    recipe(
+        "too-many-threads",
+        "more threads than any machine has",
+        b"placement: {threads: 1000000}\n",
+        r"placement.threads must be at most 4096",
+        "Lower it.",
     ),
     recipe(
         "unknown-key",
