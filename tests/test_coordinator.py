@@ -809,25 +809,31 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+class Filling(Roles):
+    """Fills the disk after three updates, and makes room again after some more, if told so."""
+
+    def __init__(self, disk: Path, *, until: int | None = None) -> None:
+        super().__init__()
+        self.filler, self.until = disk / "filler", until
+
+    def train_step(self, *args, **kwargs):
+        if self.updates == 3:
+            with self.filler.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+        if self.updates == self.until:
+            self.filler.unlink()
+        return super().train_step(*args, **kwargs)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
 def test_a_disk_that_fills_up_stops_the_run_in_one_line_or_loses_only_what_it_could_not_take(
     small_disk,
 ):
     """The file system is real; lines that found no room come later, none twice."""
-
-    class Filling(Roles):
-        def train_step(self, *args, **kwargs):
-            if self.updates == 3:
-                with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
-                    while file.write(bytes(4096)):
-                        pass
-            if self.updates == 5:
-                (small_disk / "filler").unlink()
-            return super().train_step(*args, **kwargs)
-
     stop = make_recipe(small_disk, *saves_at_once(2))
     with pytest.raises(StorageError) as failure:
-        coordinator(stop, Filling()).run()
+        coordinator(stop, Filling(small_disk, until=5)).run()
     assert "No space left on device" in str(failure.value) and "\n" not in str(failure.value)
     assert "needed, 0 B free" in str(failure.value)
     assert load_checkpoint(stop.run_dir).step == 2
@@ -836,7 +842,7 @@ def test_a_disk_that_fills_up_stops_the_run_in_one_line_or_loses_only_what_it_co
 
     shutil.rmtree(stop.run_dir)
     warn = make_recipe(small_disk, *saves_at_once(2), "checkpoint.on_error=warn")
-    assert coordinator(warn, Filling()).run()["finished"]
+    assert coordinator(warn, Filling(small_disk, until=5)).run()["finished"]
     assert [m["step"] for m in lines(warn, "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert events(warn, "storage")
     assert load_checkpoint(warn.run_dir).step == 6
@@ -849,18 +855,9 @@ def test_a_run_whose_end_finds_no_room_is_an_error_that_says_what_is_missing_and
     small_disk,
 ):
     """checkpoint.on_error=warn, and from step 4 on nothing can be written any more."""
-
-    class Filling(Roles):
-        def train_step(self, *args, **kwargs):
-            if self.updates == 3:
-                with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
-                    while file.write(bytes(4096)):
-                        pass
-            return super().train_step(*args, **kwargs)
-
     warn = make_recipe(small_disk, *saves_at_once(2), "checkpoint.on_error=warn")
     with pytest.raises(StorageError) as failure:
-        coordinator(warn, Filling()).run()
+        coordinator(warn, Filling(small_disk)).run()
     said = str(failure.value)
     assert "\n" not in said and "ended after step 6" in said and "No space left on device" in said
     assert "lacks the checkpoint of step 6, model/, summary.json, 3 lines of metrics.jsonl" in said

@@ -156,30 +156,29 @@ def _warmup(value: Any, config: DictConfig) -> float:
     return steps / int(total)
 
 
-def _epsilon(value: Any, config: DictConfig) -> float:
-    options = dict(value or {})
-    eps = options.pop("eps", None)
+def _only(key: str, name: str, options: Any) -> Any:
+    """The option of this name, where no other may be set.
+
+    Raises:
+        ConfigError: there is another.
+        _Leave: there is none.
+    """
+    options = dict(options or {})
+    value = options.pop(name, None)
     if options:
-        key = min(options)
-        raise not_supported(
-            f"{ACTOR}.optim.override_optimizer_config.{key}", options[key], "only eps is"
-        )
-    if eps is None:
+        other = min(options)
+        raise not_supported(f"{key}.{other}", options[other], f"only {name} is")
+    if value is None:
         raise _Leave
-    return float(eps)
+    return value
+
+
+def _epsilon(value: Any, config: DictConfig) -> float:
+    return float(_only(f"{ACTOR}.optim.override_optimizer_config", "eps", value))
 
 
 def _attention(value: Any, config: DictConfig) -> str:
-    options = dict(value or {})
-    attention = options.pop("attn_implementation", None)
-    if options:
-        key = min(options)
-        raise not_supported(
-            f"{MODEL}.override_config.{key}", options[key], "only attn_implementation is"
-        )
-    if attention is None:
-        raise _Leave
-    return str(attention)
+    return str(_only(f"{MODEL}.override_config", "attn_implementation", value))
 
 
 def _on_bad_row(value: Any, config: DictConfig) -> str:
