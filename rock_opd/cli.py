@@ -28,7 +28,7 @@ from rock_opd.terminal import outlive_readers
 if TYPE_CHECKING:
     from rock_opd.config import Recipe
     from rock_opd.findings import CheckReport
-    from rock_opd.progress import Progress, StepLine
+    from rock_opd.progress import Progress
 
 EXIT_INTERRUPTED = 130
 BAD_INPUT = (ConfigError, DataError, ModelError, PlacementError)
@@ -288,28 +288,12 @@ class _Display:
         from rock_opd.tables import print_line
 
         for line in progress.lines:
-            text = line if isinstance(line, str) else step_line(line)
+            text = str(line)
             print_line(self._console, text)
         if self._live:
             from rich.text import Text
 
             self._live.update(Text(f"{progress.phase} ..."))
-
-
-def step_line(line: StepLine) -> str:
-    """A finished step on one line."""
-    return (
-        f"step {line.step}/{line.num_steps}  KL {line.kl:.4f}  {line.tokens_per_s:,.0f} tokens/s  "
-        f"frozen {line.frozen_share:.1%}  {_duration(line.seconds_left)} left"
-    )
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-    )
 
 
 def main() -> Any:

@@ -23,6 +23,13 @@ class StepLine:
     frozen_share: float
     seconds_left: float
 
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}/{self.num_steps}  KL {self.kl:.4f}  "
+            f"{self.tokens_per_s:,.0f} tokens/s  frozen {self.frozen_share:.1%}  "
+            f"{duration(self.seconds_left)} left"
+        )
+
 
 @dataclass
 class Progress:
@@ -51,3 +58,12 @@ class Progress:
 
     def say(self, text: str) -> None:
         self.lines.append(text)
+
+
+def duration(seconds: float) -> str:
+    """For people: 1h02m, 1m15s, 9s."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    )

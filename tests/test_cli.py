@@ -13,10 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from rock_opd.cli import Commands, _duration, cli, main, step_line
+from rock_opd.cli import Commands, cli, main
 from rock_opd.cli_study import output_option
 from rock_opd.errors import ConfigError, DataError, NumericsError
-from rock_opd.progress import StepLine
+from rock_opd.progress import StepLine, duration
 from rock_opd.runlock import claim
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -127,8 +127,8 @@ def test_a_step_line_tells_step_kl_speed_share_and_time_left():
     line = StepLine(
         step=3, num_steps=9, kl=0.25, tokens_per_s=1234.5, frozen_share=0.125, seconds_left=75.0
     )
-    assert step_line(line) == "step 3/9  KL 0.2500  1,234 tokens/s  frozen 12.5%  1m15s left"
-    assert [_duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
+    assert str(line) == "step 3/9  KL 0.2500  1,234 tokens/s  frozen 12.5%  1m15s left"
+    assert [duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
 
 
 WITH_OUTPUT = {

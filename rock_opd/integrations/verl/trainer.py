@@ -20,7 +20,6 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.tracking import Tracking
 
 from rock_opd.checkpoint import list_checkpoints
-from rock_opd.cli import step_line
 from rock_opd.driver import CoordinatorActor, anchor_paths, settle_run_dir
 from rock_opd.errors import PlacementError
 from rock_opd.inputs import load_inputs
@@ -116,7 +115,7 @@ class RockOPDTrainer(PPOTrainer):
 
         def show(progress: Progress) -> None:
             for line in progress.lines:
-                _say(line if isinstance(line, str) else step_line(line))
+                _say(str(line))
             rows.follow()
             self._publish(folders)
 
