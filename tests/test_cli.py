@@ -233,7 +233,12 @@ def test_a_command_that_is_stopped_for_real_is_status_130(tmp_path):
     (tmp_path / "out" / "results").mkdir(parents=True)
     (tmp_path / "out" / "results" / "done.json").write_text("[]")
     with subprocess.Popen(
-        [sys.executable, "-m", "rock_opd", *args], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "rock_opd", *args],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore Ctrl-C, and so would this one under them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         limit = time.monotonic() + 120
         while not (tmp_path / "out" / "pairs").exists() and time.monotonic() < limit:
