@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -254,18 +255,25 @@ def load_checkpoint(run_dir: Path) -> Loaded:
         DataError: there is none; the message says what is wrong with each.
     """
     refused: list[tuple[Path, str]] = []
-    for step, path in reversed(list_checkpoints(run_dir)):
-        why = flaw(path, step)
-        if why is None:
-            try:
-                with np.load(path / "state.npz", allow_pickle=False) as npz:
-                    arrays = {name: npz[name] for name in npz.files}
-                numbers = json_object((path / "state.json").read_bytes())
-                return Loaded(step=step, path=path, numbers=numbers, arrays=arrays, refused=refused)
-            except UNREADABLE as error:
-                why = _unreadable(error)
-        refused.append((path, why))
+    for step, path in _whole(run_dir, refused):
+        try:
+            with np.load(path / "state.npz", allow_pickle=False) as npz:
+                arrays = {name: npz[name] for name in npz.files}
+            numbers = json_object((path / "state.json").read_bytes())
+            return Loaded(step=step, path=path, numbers=numbers, arrays=arrays, refused=refused)
+        except UNREADABLE as error:
+            refused.append((path, _unreadable(error)))
     raise _none_whole(run_dir, refused)
+
+
+def _whole(run_dir: Path, refused: list[tuple[Path, str]]) -> Iterator[tuple[int, Path]]:
+    """Checkpoints whose every file is as it was written, newest first; the others, and why they
+    are not, go to ``refused``."""
+    for step, path in reversed(list_checkpoints(run_dir)):
+        if (why := flaw(path, step)) is None:
+            yield step, path
+        else:
+            refused.append((path, why))
 
 
 def _none_whole(run_dir: Path, refused: list[tuple[Path, str]]) -> DataError:
@@ -288,10 +296,8 @@ def require_whole(run_dir: Path) -> int:
         DataError: there is none; the message says what is wrong with each.
     """
     refused: list[tuple[Path, str]] = []
-    for step, path in reversed(list_checkpoints(run_dir)):
-        if (why := flaw(path, step)) is None:
-            return step
-        refused.append((path, why))
+    for step, _ in _whole(run_dir, refused):
+        return step
     raise _none_whole(run_dir, refused)
 
 

@@ -288,8 +288,7 @@ class _Display:
         from rock_opd.tables import print_line
 
         for line in progress.lines:
-            text = str(line)
-            print_line(self._console, text)
+            print_line(self._console, str(line))
         if self._live:
             from rich.text import Text
 

@@ -68,22 +68,21 @@ def _path(value: Any, config: DictConfig) -> Any:
     return str(Path(value).expanduser()) if str(value).startswith("~") else str(value)
 
 
-def _one_file(value: Any, config: DictConfig) -> str:
+def _single(key: str, value: Any, config: DictConfig) -> str:
     files = [value] if isinstance(value, str) else list(value)
     if len(files) != 1:
-        raise not_supported(
-            "data.train_files", files, "one parquet or JSONL file; put them into one"
-        )
+        raise not_supported(key, files, "one parquet or JSONL file; put them into one")
     return _path(files[0], config)
+
+
+def _one_file(value: Any, config: DictConfig) -> str:
+    return _single("data.train_files", value, config)
 
 
 def _validation_file(value: Any, config: DictConfig) -> str:
     if _positive_or_0(get(config, "trainer.test_freq"), config) == 0 or value is None:
         raise _Leave
-    files = [value] if isinstance(value, str) else list(value)
-    if len(files) != 1:
-        raise not_supported("data.val_files", files, "one parquet or JSONL file; put them into one")
-    return _path(files[0], config)
+    return _single("data.val_files", value, config)
 
 
 def _dtype(value: Any, config: DictConfig) -> str:
@@ -198,16 +197,7 @@ def _limit(value: Any, config: DictConfig) -> int:
 
 
 def _thinking(value: Any, config: DictConfig) -> bool:
-    options = dict(value or {})
-    thinking = options.pop("enable_thinking", None)
-    if options:
-        key = min(options)
-        raise not_supported(
-            f"data.apply_chat_template_kwargs.{key}", options[key], "enable_thinking is"
-        )
-    if thinking is None:
-        raise _Leave
-    return bool(thinking)
+    return bool(_only("data.apply_chat_template_kwargs", "enable_thinking", value))
 
 
 def _test_temperature(value: Any, config: DictConfig) -> float:
