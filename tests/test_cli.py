@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -249,6 +250,25 @@ def test_a_command_that_is_stopped_for_real_is_status_130(tmp_path):
     assert said.splitlines()[-1] == (
         "interrupted; pieces finished and kept for out: 1. To go on: rock-opd planted --quick "
         "--seeds 1 -o out"
+    )
+
+
+def test_an_interrupt_within_an_import_is_status_130_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import click\n"
+        "from rock_opd.cli import cli\n"
+        "cli.add_command(click.Command('load', callback=lambda: exec('raise KeyboardInterrupt')))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "rock_opd", "load"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (
+        130,
+        "interrupted. To run it again: rock-opd load\n",
     )
 
 
