@@ -16,13 +16,12 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rock_opd.config import Recipe
 from rock_opd.core.policies import TokenPolicy
 from rock_opd.core.registry import Registry
 from rock_opd.durable import (
@@ -106,16 +105,8 @@ def pack_state(
     return copy.deepcopy(numbers), {name: values.copy() for name, values in arrays.items()}
 
 
-def unpack_state(
-    numbers: dict[str, Any],
-    arrays: dict[str, np.ndarray],
-    registry: Registry,
-    policy: TokenPolicy,
-    fingerprints: dict[str, Any],
-    *,
-    where: str,
-) -> RunState:
-    """The inverse of ``pack_state``; fills ``registry`` and ``policy`` in place.
+def require_same(numbers: dict[str, Any], fingerprints: dict[str, Any], *, where: str) -> None:
+    """Refuses the state of another run.
 
     Raises:
         DataError: a fingerprint is another one.
@@ -128,6 +119,14 @@ def unpack_state(
                 "anything else is a run of its own"
             )
 
+
+def unpack_state(
+    numbers: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    registry: Registry,
+    policy: TokenPolicy,
+) -> RunState:
+    """The inverse of ``pack_state``; fills ``registry`` and ``policy`` in place."""
     values = {**arrays, **numbers["scalars"]}
 
     def part(prefix: str) -> dict[str, Any]:
@@ -146,44 +145,6 @@ def unpack_state(
         heldout_before=HeldoutKL(**before) if before else None,
         probe=ProbeSet(rollouts=rollouts("probe"), loss_pre=arrays["probe.loss_pre"]),
     )
-
-
-def identity(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe a run may not change when it goes on; the rest (placement, logging, how
-    often to save) it may."""
-    rollout = recipe.rollout
-    kept = {
-        "run.seed": recipe.run.seed,
-        "data.source": recipe.data.source,
-        "data.shuffle": recipe.data.shuffle,
-        "teacher.model": Path(recipe.teacher.model).name,
-        **{
-            f"teacher.{name}": getattr(recipe.teacher, name)
-            for name in ("engine", "payload", "top_k", "dtype", "wire_dtype", "served_name")
-        },
-        **{
-            f"eval.{name}": getattr(recipe.eval, name)
-            for name in ("num_heldout", "samples", "temperature", "max_new_tokens")
-        },
-        **{
-            f"rollout.{name}": getattr(rollout, name)
-            for name in (
-                "prompts_per_step",
-                "samples_per_prompt",
-                "temperature",
-                "top_p",
-                "max_new_tokens",
-                "dtype",
-            )
-        },
-    }
-    for section in ("optim", "loss", "policy", "probe"):
-        part = getattr(recipe, section)
-        kept |= {f"{section}.{f.name}": getattr(part, f.name) for f in fields(part)}
-    for key in ("policy.ids_file", "policy.guard_file"):
-        kept[key] = None  # where a list lies is no matter: its ids are in the mask, or compared
-    del kept["optim.max_bad_steps"]  # patience, not mathematics
-    return to_json(kept)
 
 
 def write_state(
@@ -263,7 +224,16 @@ def load_checkpoint(run_dir: Path) -> Loaded:
             return Loaded(step=step, path=path, numbers=numbers, arrays=arrays, refused=refused)
         except UNREADABLE as error:
             refused.append((path, _unreadable(error)))
-    raise _none_whole(run_dir, refused)
+    if refused:
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in refused)
+        raise DataError(
+            f"resume: no checkpoint under {run_dir / 'checkpoints'} is whole ({reasons}); start "
+            "over under another run.name"
+        )
+    raise DataError(
+        f"resume: no whole checkpoint under {run_dir / 'checkpoints'}; start without "
+        "resume=true, or set checkpoint.every so that there will be one"
+    )
 
 
 def _whole(run_dir: Path, refused: list[tuple[Path, str]]) -> Iterator[tuple[int, Path]]:
@@ -276,37 +246,10 @@ def _whole(run_dir: Path, refused: list[tuple[Path, str]]) -> Iterator[tuple[int
             refused.append((path, why))
 
 
-def _none_whole(run_dir: Path, refused: list[tuple[Path, str]]) -> DataError:
-    if refused:
-        reasons = "; ".join(f"{path.name}: {why}" for path, why in refused)
-        return DataError(
-            f"resume: no checkpoint under {run_dir / 'checkpoints'} is whole ({reasons}); start "
-            "over under another run.name"
-        )
-    return DataError(
-        f"resume: no whole checkpoint under {run_dir / 'checkpoints'}; start without "
-        "resume=true, or set checkpoint.every so that there will be one"
-    )
-
-
-def require_whole(run_dir: Path) -> int:
-    """The step of the newest checkpoint whose every file is as it was written.
-
-    Raises:
-        DataError: there is none; the message says what is wrong with each.
-    """
-    refused: list[tuple[Path, str]] = []
-    for step, _ in _whole(run_dir, refused):
-        return step
-    raise _none_whole(run_dir, refused)
-
-
 def newest_whole(run_dir: Path) -> int | None:
-    """As ``require_whole``; None where there is none."""
-    try:
-        return require_whole(run_dir)
-    except DataError:
-        return None
+    """The step of the newest checkpoint whose every file is as it was written; None where there is
+    none."""
+    return next((step for step, _ in _whole(run_dir, [])), None)
 
 
 def flaw(path: Path, step: int) -> str | None:

@@ -8,7 +8,6 @@ only. The loop knows records and groups of roles, no Ray.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import threading
@@ -20,14 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rock_opd.checkpoint import (
-    RunState,
-    identity,
-    load_checkpoint,
-    pack_state,
-    set_aside,
-    unpack_state,
-)
+from rock_opd.checkpoint import Loaded, RunState, pack_state, set_aside, unpack_state
 from rock_opd.config import Recipe
 from rock_opd.core.alarms import Alarms
 from rock_opd.core.batching import build_batches, flatten, scatter, total_weight
@@ -42,7 +34,7 @@ from rock_opd.core.metrics import (
 from rock_opd.core.policies import audit_rng
 from rock_opd.core.registry import Registry
 from rock_opd.core.token_stats import TokenStats
-from rock_opd.data import given_rollouts, prompts_digest
+from rock_opd.data import given_rollouts
 from rock_opd.durable import digest
 from rock_opd.errors import NumericsError, StorageError
 from rock_opd.evaluate import (
@@ -60,6 +52,7 @@ from rock_opd.measure import Measured, deal_rollouts, measure, naming_the_teache
 from rock_opd.probe import context_facts, reservoir_rng
 from rock_opd.progress import Progress, StepLine
 from rock_opd.ranking import why_nothing
+from rock_opd.resume import fingerprints, goes_on_from
 from rock_opd.runlog import OccurrenceLog, top_types, type_rows
 from rock_opd.sampling import sample_answers, sample_requests
 from rock_opd.types import (
@@ -99,14 +92,18 @@ class Coordinator:
         grader: Grader,
         progress: Progress,
         stop: threading.Event,
+        begun: Loaded | None = None,
         restarts: Sequence[Restart] = (),
     ) -> None:
         """
         Args:
+            begun: where it goes on from; without it, ``recipe.resume`` looks for it here.
             restarts: what the run has been through.
         """
         self.recipe, self.inputs, self.roles = recipe, inputs, roles
         self.num_steps, self.grader, self.progress, self.stop = num_steps, grader, progress, stop
+        self._begun = begun
+        self._fingerprints = fingerprints(recipe, inputs, num_steps=num_steps)
         self.registry = Registry(inputs.num_real_ids, decay=recipe.policy.decay)
         self.policy = build_policy(
             recipe.policy,
@@ -136,7 +133,7 @@ class Coordinator:
         resumed = self._resume() if self.recipe.resume else None
         self.log, self._journal = self._keeper.open(
             resume_step=None if resumed is None else self.state.step,
-            fingerprint=digest(json.dumps(self._fingerprints(), sort_keys=True).encode()),
+            fingerprint=digest(json.dumps(self._fingerprints, sort_keys=True).encode()),
         )
         if resumed is not None:
             self.log.event(
@@ -503,37 +500,16 @@ class Coordinator:
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
 
-    def _fingerprints(self) -> dict[str, Any]:
-        """What must be the same when a run goes on."""
-        return {
-            "prompts": self.inputs.prompts.fingerprint,
-            "held-out prompts": prompts_digest(self.inputs.heldout),
-            "evaluation problems": prompts_digest(self.inputs.problems, answers=True),
-            "content of teacher.model": self.inputs.teacher,
-            "vocabulary": self.inputs.num_real_ids,
-            "number of steps": self.num_steps,
-            "guarded ids": hashlib.blake2b(
-                np.sort(self.inputs.guard_ids).astype(np.int32).tobytes(), digest_size=8
-            ).hexdigest(),
-            **identity(self.recipe),
-        }
-
     def _pack(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         self.state.alarms = self._alarms.state_dict()
-        return pack_state(self.state, self.registry, self.policy, self._fingerprints())
+        return pack_state(self.state, self.registry, self.policy, self._fingerprints)
 
     def _resume(self) -> list[str]:
         """Everything back as it was after the newest whole checkpoint's step, the rollout workers
         included; what is wrong with newer ones."""
-        found = load_checkpoint(self.recipe.run_dir)
-        self.state = unpack_state(
-            found.numbers,
-            found.arrays,
-            self.registry,
-            self.policy,
-            self._fingerprints(),
-            where=str(found.path),
-        )
+        found = self._begun or goes_on_from(self.recipe, self.inputs, num_steps=self.num_steps)
+        self._begun = None
+        self.state = unpack_state(found.numbers, found.arrays, self.registry, self.policy)
         refused = [f"{path.name}: {why}" for path, why in found.refused]
         for (path, _), text in zip(found.refused, refused, strict=True):
             set_aside(path)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rock_opd.checkpoint import list_checkpoints, require_whole
+from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
@@ -33,6 +33,7 @@ from rock_opd.mirror import pull
 from rock_opd.mirror_store import holds_run
 from rock_opd.models import first_line, stop_token_ids, trust_code
 from rock_opd.progress import Progress
+from rock_opd.resume import goes_on_from
 from rock_opd.runlock import RunTaken, claim
 from rock_opd.runlog import write_atomic
 
@@ -113,6 +114,8 @@ class CoordinatorActor:
                 self._progress.say(line)
         dtype = resolve_dtype(recipe.student.dtype, resolve_device(recipe))
         steps = num_steps(recipe, inputs.prompts, dtype=dtype)
+        # Damage, and another recipe, are told now, not once the engines are up.
+        begun = goes_on_from(recipe, inputs, num_steps=steps) if recipe.resume else None
         self._progress.say(f"{steps} steps, student in {dtype}")
         self._progress.phase = "starting"
         try:
@@ -136,6 +139,7 @@ class CoordinatorActor:
                 grader=partial(grade_in_task, timeout_s=recipe.run.phase_timeout_s),
                 progress=self._progress,
                 stop=self._stop,
+                begun=begun,
                 restarts=restarts,
             ).run()
         finally:
@@ -367,7 +371,6 @@ def settle_run_dir(recipe: Recipe, *, say: Callable[[str], None] = lambda line: 
         )
     if recipe.resume:
         claim(recipe.run_dir)
-        require_whole(recipe.run_dir)  # damage is told now, not once the engines are up
         return recipe
     for number in itertools.count(1):
         name = recipe.run.name if number == 1 else f"{recipe.run.name}-{number}"

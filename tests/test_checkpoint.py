@@ -16,12 +16,10 @@ from rock_opd.checkpoint import (
     FORMAT,
     NUMBERS,
     RunState,
-    identity,
     list_checkpoints,
     load_checkpoint,
     newest_whole,
     pack_state,
-    require_whole,
     seal,
     set_aside,
     unpack_state,
@@ -35,6 +33,7 @@ from rock_opd.errors import DataError
 from rock_opd.evaluate import HeldoutKL
 from rock_opd.probe import ProbeSet
 from rock_opd.recipe_file import build_recipe
+from rock_opd.resume import identity
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_journal import assert_same, rollouts
@@ -89,7 +88,7 @@ def test_the_whole_state_comes_back_exactly_through_the_files(tmp_path):
     found = load_checkpoint(tmp_path)
     assert (found.step, found.path, found.refused) == (3, folder, [])
     again, other = Registry(8), make_policy("rock_freeze")
-    back = unpack_state(found.numbers, found.arrays, again, other, {"a": 1}, where="x")
+    back = unpack_state(found.numbers, found.arrays, again, other)
     for name in NUMBERS:
         assert getattr(back, name) == getattr(state, name), name
     assert_same(state.heldout, back.heldout)
@@ -122,7 +121,7 @@ def test_what_was_packed_does_not_change_when_the_run_goes_on():
 def test_a_run_without_probe_set_and_held_out_responses_comes_back_empty():
     registry, policy = Registry(4), make_policy("all")
     numbers, arrays = pack_state(RunState(), registry, policy, {})
-    back = unpack_state(json.loads(json.dumps(numbers)), arrays, registry, policy, {}, where="x")
+    back = unpack_state(json.loads(json.dumps(numbers)), arrays, registry, policy)
     assert back.probe.rollouts == back.heldout == [] and back.heldout_before is None
     assert len(back.probe.loss_pre) == 0 and registry.ccr is None
 
@@ -194,9 +193,8 @@ def test_a_torn_or_tampered_checkpoint_is_refused_and_the_one_before_it_is_used(
     assert load_checkpoint(tmp_path).refused == []
     assert (tmp_path / "checkpoints" / "step_000006.damaged").is_dir()
     damage(tmp_path / "checkpoints" / "step_000003")
-    for read in (load_checkpoint, require_whole):
-        with pytest.raises(DataError, match=rf"is whole \(step_000003: .*{message}"):
-            read(tmp_path)
+    with pytest.raises(DataError, match=rf"is whole \(step_000003: .*{message}"):
+        load_checkpoint(tmp_path)
     assert newest_whole(tmp_path) is None
 
 

@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +19,13 @@ from rock_opd.checkpoint import load_checkpoint
 from rock_opd.config import Recipe
 from rock_opd.coordinator import Coordinator
 from rock_opd.data import PromptSet
-from rock_opd.driver import settle_run_dir, shared_memory_lines
+from rock_opd.driver import CoordinatorActor, shared_memory_lines
 from rock_opd.durable import file_facts, storing
 from rock_opd.errors import DataError, NumericsError, StorageError
 from rock_opd.inputs import Inputs, context_encoder
 from rock_opd.occurrences import build_registry, read_info
 from rock_opd.progress import Progress
 from rock_opd.recipe_file import build_recipe
-from rock_opd.runlock import claim
 from rock_opd.sampling import sample_seed
 from rock_opd.types import Prompt, Rollout, StepResult, TeacherScores, TrainBatch
 
@@ -190,27 +190,32 @@ def coordinator(
     *,
     frozen: list[int] | None = None,
     guarded: tuple[int, ...] = (),
+    **others: Any,
 ) -> Coordinator:
+    """``others``: fields of ``Inputs``."""
     prompts = make_prompts(8)
     return Coordinator(
         recipe,
-        Inputs(
-            prompts=PromptSet(
-                prompts=prompts,
-                messages={},
-                skipped={},
-                offenders=(),
-                fingerprint=f"of {len(prompts)}",
-                seed=recipe.run.seed,
-                shuffle=True,
+        replace(
+            Inputs(
+                prompts=PromptSet(
+                    prompts=prompts,
+                    messages={},
+                    skipped={},
+                    offenders=(),
+                    fingerprint=f"of {len(prompts)}",
+                    seed=recipe.run.seed,
+                    shuffle=True,
+                ),
+                heldout=make_prompts(2) if recipe.eval.num_heldout else (),
+                problems=(),
+                tokenizer=Tokenizer(),
+                num_real_ids=VOCAB,
+                frozen_list=None if frozen is None else np.array(frozen, np.int32),
+                guard_ids=np.array(guarded, np.int32),
+                encoder=context_encoder(recipe, num_real_ids=VOCAB) if recipe.uses_probe else None,
             ),
-            heldout=make_prompts(2) if recipe.eval.num_heldout else (),
-            problems=(),
-            tokenizer=Tokenizer(),
-            num_real_ids=VOCAB,
-            frozen_list=None if frozen is None else np.array(frozen, np.int32),
-            guard_ids=np.array(guarded, np.int32),
-            encoder=context_encoder(recipe, num_real_ids=VOCAB) if recipe.uses_probe else None,
+            **others,
         ),
         roles,
         num_steps=recipe.run.num_steps,
@@ -989,13 +994,27 @@ def test_lines_of_the_log_that_are_no_steps_lines_go_and_are_counted(tmp_path):
     ]
 
 
-def test_a_run_with_nothing_whole_to_go_on_from_is_refused_before_its_engines_start(tmp_path):
-    recipe = make_recipe(tmp_path, "run.stop_after=1")
-    coordinator(recipe, Roles()).run()
-    (recipe.run_dir / "checkpoints" / "step_000001" / "complete.json").write_text("[]")
+def test_a_run_with_nothing_whole_or_of_another_recipe_is_refused_before_its_engines_start(
+    tmp_path, monkeypatch
+):
+    def start(recipe: Recipe, **_: Any) -> None:
+        raise AssertionError("the engines were started")
+
+    monkeypatch.setattr("rock_opd.actors.starting.start_roles", start)
+    monkeypatch.setattr("rock_opd.driver.stop_token_ids", lambda model: [5])
+    run = coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles())
+    run.run()
+
+    def resumed(*overrides: str) -> None:
+        CoordinatorActor().run(make_recipe(tmp_path, "resume=true", *overrides), run.inputs)
+
+    with pytest.raises(DataError, match=r"step_000001: optim.lr was 2e-06, is 0.5"):
+        resumed("optim.lr=0.5")
+    with pytest.raises(AssertionError, match="started"):
+        resumed()
+    (run.recipe.run_dir / "checkpoints" / "step_000001" / "complete.json").write_text("[]")
     with pytest.raises(DataError, match=r"no checkpoint under .* \(step_000001: it cannot be read"):
-        settle_run_dir(make_recipe(tmp_path, "resume=true"))
-    claim(recipe.run_dir).release()
+        resumed()
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -1106,11 +1125,7 @@ def test_alarms_are_told_once_per_crossing_and_survive_a_resume(tmp_path):
 def test_resuming_with_other_prompts_is_refused(tmp_path):
     recipe = make_recipe(tmp_path, "run.num_steps=1")
     coordinator(recipe, Roles()).run()
-    other = coordinator(make_recipe(tmp_path, "resume=true"), Roles())
-    other.inputs = Inputs(**{
-        **{f: getattr(other.inputs, f) for f in Inputs.__dataclass_fields__},
-        "num_real_ids": VOCAB + 1,
-    })  # fmt: skip
+    other = coordinator(make_recipe(tmp_path, "resume=true"), Roles(), num_real_ids=VOCAB + 1)
     with pytest.raises(DataError, match="vocabulary was 16, is 17"):
         other.run()
 
@@ -1147,17 +1162,12 @@ def test_resuming_another_experiment_is_refused(tmp_path, change, message):
 def test_resuming_with_another_teacher_or_other_problems_under_the_same_name_is_refused(
     tmp_path, other, what
 ):
-    run = coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles())
-    run.inputs = replace(
-        run.inputs, teacher="ours", problems=(replace(make_prompts(1)[0], answer="1"),)
-    )
-    run.run()
-    again = coordinator(make_recipe(tmp_path, "resume=true"), Roles())
-    again.inputs = replace(run.inputs, **other)
+    ours = {"teacher": "ours", "problems": (replace(make_prompts(1)[0], answer="1"),)}
+    coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles(), **ours).run()
+    again = make_recipe(tmp_path, "resume=true")
     with pytest.raises(DataError, match=rf"resume from .*step_000001: {what} was "):
-        again.run()
-    again.inputs = run.inputs
-    assert again.run()["finished"]
+        coordinator(again, Roles(), **ours | other).run()
+    assert coordinator(again, Roles(), **ours).run()["finished"]
 
 
 def test_resuming_with_other_guarded_types_is_refused_and_with_another_file_of_them_is_not(

@@ -14,11 +14,10 @@ from case import Bench, Case, edit
 
 from rock_opd.checkpoint import (
     RunState,
-    identity,
     load_checkpoint,
     pack_state,
+    require_same,
     seal,
-    unpack_state,
     write_state,
 )
 from rock_opd.core.policies import make_policy
@@ -26,6 +25,7 @@ from rock_opd.core.registry import Registry
 from rock_opd.errors import DataError
 from rock_opd.models import tokenizer_fingerprint
 from rock_opd.occurrences import build_registry
+from rock_opd.resume import identity
 from rock_opd.rocklist import read_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -434,10 +434,8 @@ def _resumed(*overrides: str) -> Callable[[Bench], object]:
     def run(bench: Bench) -> object:
         sound_checkpoint(bench)
         found = load_checkpoint(bench.folder / "run")
-        registry, policy, fingerprints = _state(bench, *overrides)
-        return unpack_state(
-            found.numbers, found.arrays, registry, policy, fingerprints, where="step_000004"
-        )
+        *_, fingerprints = _state(bench, *overrides)
+        return require_same(found.numbers, fingerprints, where="step_000004")
 
     return run
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rock_opd.checkpoint import RunState, pack_state, unpack_state
+from rock_opd.checkpoint import RunState, pack_state, require_same, unpack_state
 from rock_opd.config import PolicyConfig
 from rock_opd.core.metrics import freeze_metrics
 from rock_opd.core.policies import audit_rng
@@ -101,7 +101,8 @@ class RegistryActor:
         Raises:
             DataError: the state of a run with other settings.
         """
-        unpack_state(numbers, arrays, self._registry, self._policy, self._fingerprints, where=where)
+        require_same(numbers, self._fingerprints, where=where)
+        unpack_state(numbers, arrays, self._registry, self._policy)
 
 
 def check_policy(cfg: PolicyConfig) -> None:
