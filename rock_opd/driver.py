@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 SHARED_MEMORY, LITTLE_SHARED_MEMORY = Path("/dev/shm"), 1_000_000_000
 START_ATTEMPTS = 3
 """Starting a cluster of our own: Ray itself gives a raylet 30 s, which a busy machine exceeds."""
+CONNECT_S = 10.0
+"""Longest time for a connection to the port of a cluster to join."""
 
 
 def num_steps(recipe: Recipe, prompts: PromptSet, *, dtype: str) -> int:
@@ -212,6 +215,7 @@ def connect(address: str | None) -> None:
     _listen_on_loopback(address is None)
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     if address:
+        _require_listener(address)
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
@@ -236,6 +240,24 @@ def connect(address: str | None) -> None:
                     f"Ray did not start on this machine in {START_ATTEMPTS} attempts: "
                     f"{str(error).splitlines()[0]} Is it very busy, or out of memory?"
                 ) from None
+
+
+def _require_listener(address: str) -> None:
+    """Ray asks a closed port for 100 s before it says so.
+
+    Raises:
+        ConfigError: nothing listens there.
+    """
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()) or "/" in host:
+        return  # a name of Ray's, or no address: Ray says what is wrong with it
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at '{address}': {getattr(error, 'strerror', None) or error}; "
+            f"does one run there (ray status --address {address})? `--address local` starts one"
+        ) from None
 
 
 _ALONE = {

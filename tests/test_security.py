@@ -230,6 +230,25 @@ def test_an_address_that_is_none_is_an_error_that_shows_what_one_looks_like(addr
         connect(address)
 
 
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:1", "Connection refused"),
+        ("[::1]:1", "Connection refused|Cannot assign|not supported"),
+        ("nowhere.invalid:6379", "not known|resolution"),
+        ("127.0.0.1:99999999999999999999", "too large"),
+    ],
+)
+def test_a_cluster_address_at_which_nothing_listens_is_told_without_asking_ray(
+    address, why, monkeypatch
+):
+    from rock_opd.driver import connect
+
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was asked"))
+    with pytest.raises(ConfigError, match=rf"no Ray cluster answers at '.*': .*({why}).*; does"):
+        connect(address)
+
+
 # --- secrets --------------------------------------------------------------------------------------
 
 
