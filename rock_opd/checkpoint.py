@@ -164,6 +164,20 @@ def write_state(
         return {name: file_facts(folder / name) for name in ("state.npz", "state.json")}
 
 
+def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What ``write_state`` wrote.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with np.load(folder / "state.npz", allow_pickle=False) as npz:
+            arrays = {name: npz[name] for name in npz.files}
+        return json_object((folder / "state.json").read_bytes()), arrays
+    except UNREADABLE as error:
+        raise DataError(_unreadable(error)) from None
+
+
 def seal(folder: Path, step: int, files: dict[str, FileFacts]) -> None:
     """Says of a folder that it is whole: nothing is written to it after this.
 
@@ -218,12 +232,10 @@ def load_checkpoint(run_dir: Path) -> Loaded:
     refused: list[tuple[Path, str]] = []
     for step, path in _whole(run_dir, refused):
         try:
-            with np.load(path / "state.npz", allow_pickle=False) as npz:
-                arrays = {name: npz[name] for name in npz.files}
-            numbers = json_object((path / "state.json").read_bytes())
+            numbers, arrays = read_state(path)
             return Loaded(step=step, path=path, numbers=numbers, arrays=arrays, refused=refused)
-        except UNREADABLE as error:
-            refused.append((path, _unreadable(error)))
+        except DataError as error:
+            refused.append((path, str(error)))
     if refused:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in refused)
         raise DataError(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +82,16 @@ ADDRESS = click.option("--address", help="Ray cluster to join; otherwise as for 
 ENGINES = _options(RECIPE, STUDENT, TEACHER, ADDRESS)
 
 
+GREEDY = ("eval.temperature=0",)
+"""So that nothing but the ban is new in a knockout, unless a temperature is asked for."""
+
+
 def _recipe(
-    path: Path | None, overrides: tuple[str, ...], needed: tuple[str, ...] = (), **keys: Any
+    path: Path | None,
+    overrides: tuple[str, ...],
+    needed: tuple[str, ...] = (),
+    defaults: tuple[str, ...] = (),
+    **keys: Any,
 ) -> Recipe:
     """A recipe from a file or from defaults; options given by name win over both."""
     from rock_opd.driver import anchor_paths
@@ -93,19 +100,8 @@ def _recipe(
     named = [
         f"{key.replace('__', '.')}={value}" for key, value in keys.items() if value is not None
     ]
-    return anchor_paths(load_recipe(path, [*overrides, *named], needed=needed), Path.cwd())
-
-
-def _greedy_unless_given(cfg: Recipe, path: Path | None, overrides: tuple[str, ...]) -> Recipe:
-    """Knockout decodes greedily, so that nothing but the ban is new, unless the recipe's file or an
-    override names a temperature."""
-    from omegaconf import OmegaConf
-
-    layers = [OmegaConf.load(path)] if path is not None else []
-    tree = OmegaConf.merge(*layers, OmegaConf.from_dotlist([*overrides]))
-    if OmegaConf.select(tree, "eval.temperature") is not None:
-        return cfg
-    return replace(cfg, eval=replace(cfg.eval, temperature=0.0))
+    recipe = load_recipe(path, [*overrides, *named], needed=needed, defaults=defaults)
+    return anchor_paths(recipe, Path.cwd())
 
 
 @contextmanager
@@ -366,10 +362,10 @@ def knockout(
         recipe,
         overrides,
         ("student.model",),
+        GREEDY,
         student__model=student,
         eval__problems=task,
     )
-    cfg = _greedy_unless_given(cfg, recipe, overrides)
     with _watch("knockout") as (say, track):
         report = knock_out(
             cfg,
@@ -476,10 +472,10 @@ def bench_knockout(
         recipe,
         overrides,
         ("student.model",),
+        GREEDY,
         student__model=student,
         eval__problems=task,
     )
-    cfg = _greedy_unless_given(cfg, recipe, overrides)
     with _watch("bench") as (say, track):
         report = run(cfg, candidates, max_candidates=num, address=address, say=say, track=track)
     _finish(report, as_json)

@@ -197,11 +197,13 @@ def build_recipe(
     *,
     where: str = "recipe",
     needed: tuple[str, ...] = NEEDED,
+    defaults: tuple[str, ...] = (),
 ) -> Recipe:
     """Builds and checks a recipe.
 
     Args:
         needed: which of ``NEEDED`` must be given; the others may be missing, and are then "".
+        defaults: other values than the schema's, as ``section.key=value``, for what is not given.
 
     Raises:
         ConfigError: an unknown key (naming the nearest known one), a wrong type, a value out of
@@ -219,7 +221,7 @@ def build_recipe(
                     layer._get_node(key)
                 ):
                     raise ConfigError(f"{where}: {key} must be a mapping of keys to values")
-        merged = OmegaConf.merge(schema, *layers)
+        merged = OmegaConf.merge(schema, _dotlist([*defaults]), *layers)
         if merged.student.from_run is not None:
             merged.student.model = str(Path(merged.student.from_run) / "model")
         for name in NEEDED:
@@ -251,18 +253,19 @@ def load_recipe(
     overrides: list[str] | None = None,
     *,
     needed: tuple[str, ...] = NEEDED,
+    defaults: tuple[str, ...] = (),
 ) -> Recipe:
     """Reads a recipe file. Relative paths in it are taken from the working directory.
 
     Args:
         path: None: all defaults.
-        needed: as for ``build_recipe``.
+        needed, defaults: as for ``build_recipe``.
 
     Raises:
         ConfigError: no such file, not YAML, or what ``build_recipe`` raises.
     """
     if path is None:
-        return build_recipe({}, overrides or [], needed=needed)
+        return build_recipe({}, overrides or [], needed=needed, defaults=defaults)
     path = Path(path)
     try:
         if not path.is_file():
@@ -284,7 +287,9 @@ def load_recipe(
         raise ConfigError(
             f"recipe {path}: expected a mapping of sections, got {type(tree).__name__}"
         )
-    return build_recipe(tree, overrides or [], where=f"recipe {path}", needed=needed)
+    return build_recipe(
+        tree, overrides or [], where=f"recipe {path}", needed=needed, defaults=defaults
+    )
 
 
 def recipe_yaml(recipe: Recipe) -> str:

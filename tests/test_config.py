@@ -286,3 +286,16 @@ def test_one_server_without_brackets_is_told_to_be_a_list():
     base = {"data": {"prompts": "p"}, "student": {"model": "s"}, "teacher": {"model": "t"}}
     with pytest.raises(ConfigError, match=r"teacher.urls: a list is expected: .*urls=\[\.\.\.\]"):
         build_recipe(base, ["teacher.engine=http", "teacher.urls=http://x"])
+
+
+def test_other_defaults_give_way_to_what_a_recipe_or_an_override_says(tmp_path):
+    recipe, defaults = tmp_path / "r.yaml", ("eval.temperature=0",)
+    recipe.write_text("eval: {temperature: 0.6}\n")
+    for path, overrides, temperature in (
+        (None, [], 0.0),
+        (None, ["eval.temperature=0.3"], 0.3),
+        (recipe, [], 0.6),
+        (recipe, ["eval.temperature=0.3"], 0.3),
+    ):
+        found = load_recipe(path, overrides, needed=(), defaults=defaults)
+        assert found.eval.temperature == temperature

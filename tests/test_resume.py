@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,9 @@ import pytest
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from processes import descendants, kill_all
-from test_run import LIMIT_S, ROOT, command, events, finish, metrics
+sys.path.insert(0, str(Path(__file__).parent / "chaos"))
+from equality import die_in_step
+from test_run import command, events, finish, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -51,18 +50,7 @@ def uninterrupted(tiny_models, folder) -> Path:
 def killed(tiny_models, folder) -> Path:
     """A run that died once the rollouts of step 5 were in the journal."""
     run = folder / "killed"
-    process = subprocess.Popen(
-        args(tiny_models, folder, "killed"),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + LIMIT_S
-    while not (run / "journal" / f"step_{DEATH:06d}.npz").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    assert kill_all(descendants(process.pid)) > 5  # driver, Ray's own, coordinator, three roles
+    die_in_step(args(tiny_models, folder, "killed"), run, DEATH)
     assert [row["step"] for row in metrics(run)] == list(range(1, DEATH))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step_{EVERY:06d}"]
     assert not (run / "summary.json").exists()

@@ -5,6 +5,8 @@ verl's own vLLM servers do not run on a CPU; all before and behind the actor's u
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hosts
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from tensordict import TensorDict
 from verl_configs import compose, distillation_args
 
 from rock_opd.config import PolicyConfig
-from rock_opd.errors import ConfigError
+from rock_opd.errors import ConfigError, DataError
 from rock_opd.integrations.verl.registry import RegistryActor
 from rock_opd.integrations.verl.stock import (
     RockOPDSyncTrainer,
@@ -198,6 +200,14 @@ def test_two_holders_of_a_run_share_one_registry(verl_ray, queue, tiny_models, t
     assert weights[0][2] == 0.0  # known from the other's step
 
 
+def resumed_trainer(before: Trainer, folder: Path, tiny_models: Path, step: int) -> Trainer:
+    resumed = Trainer(compose(args(folder, tiny_models, *FREEZE)))
+    resumed.config.trainer.resume_mode = "auto"
+    resumed.tokenizer, resumed.global_steps = before.tokenizer, step
+    resumed._load_checkpoint()
+    return resumed
+
+
 @pytest.mark.slow
 def test_the_registry_goes_on_from_a_checkpoint(verl_ray, queue, tiny_models, tmp_path):
     trainer = make_trainer(tmp_path, tiny_models)
@@ -205,12 +215,15 @@ def test_the_registry_goes_on_from_a_checkpoint(verl_ray, queue, tiny_models, tm
     trainer._save_checkpoint()
     assert trainer.saved == [1]
     verl_ray.kill(trainer._registry)
+    state = Path(trainer.config.trainer.default_local_dir) / "global_step_1" / "rock_opd"
+    text = (state / "state.json").read_text()
+    (state / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"global_step_1/rock_opd: state.json has 2 bytes.*older"):
+        resumed_trainer(trainer, tmp_path, tiny_models, 1)
+    (state / "state.json").write_text(text)
     weights = {}
     for known in (True, False):
-        resumed = Trainer(compose(args(tmp_path, tiny_models, *FREEZE)))
-        resumed.config.trainer.resume_mode = "auto"
-        resumed.tokenizer, resumed.global_steps = trainer.tokenizer, 1 if known else 0
-        resumed._load_checkpoint()
+        resumed = resumed_trainer(trainer, tmp_path, tiny_models, 1 if known else 0)
         rows, _ = one_step(resumed, queue, 2, f"resumed-{known}")
         weights[known] = rows[0]
         verl_ray.kill(resumed._registry)

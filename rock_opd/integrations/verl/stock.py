@@ -12,7 +12,6 @@ Shape letters: ``N`` sampled tokens of all sequences laid flat.
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,11 +27,11 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rock_opd.actors.waiting import gather
-from rock_opd.checkpoint import write_state
+from rock_opd.checkpoint import flaw, read_state, seal, write_state
 from rock_opd.config import Recipe
 from rock_opd.core.batching import flatten
 from rock_opd.durable import replace_folder, storing
-from rock_opd.errors import ConfigError
+from rock_opd.errors import ConfigError, DataError
 from rock_opd.inputs import listed_types
 from rock_opd.integrations.verl import plugin
 from rock_opd.integrations.verl.adapters import by_response, from_tensordict, teacher_scores
@@ -142,12 +141,15 @@ class TokenWeightsMixin:
         if self.config.trainer.resume_mode == "resume_path":
             folder = Path(self.config.trainer.resume_from_path)
         state = folder / TRAINER
-        if not (state / "state.npz").is_file():
+        if not state.is_dir():
             print(f"{state}: no registry in this checkpoint; it begins empty", flush=True)
             return
-        numbers = json.loads((state / "state.json").read_text(encoding="utf-8"))
-        with np.load(state / "state.npz", allow_pickle=False) as npz:
-            arrays = {name: npz[name] for name in npz.files}
+        if (why := flaw(state, self.global_steps)) is not None:
+            raise DataError(
+                f"resume from {state}: {why}; go on from an older global_step_N (trainer."
+                "resume_mode=resume_path), or remove this folder to begin with an empty registry"
+            )
+        numbers, arrays = read_state(state)
         _ask(self._registry.unpack.remote(numbers, arrays, str(state)), "load")
 
     def _save_checkpoint(self) -> None:
@@ -157,7 +159,7 @@ class TokenWeightsMixin:
         with storing("registry", state):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_state(partial, numbers, arrays)
+            seal(partial, self.global_steps, write_state(partial, numbers, arrays))
             replace_folder(partial, state)
         super()._save_checkpoint()  # names this step the latest at its end
 
