@@ -27,12 +27,11 @@ from rock_opd.planted_study import (
     Outcome,
     Size,
     matched_control,
-    mean_interval,
     recovery_row,
     run_pair,
     run_study,
-    summarize_intervention,
 )
+from rock_opd.planted_summary import mean_interval, summarize_intervention
 from rock_opd.recipe_file import load_recipe
 
 TINY = Setting(teacher_steps=3, student_steps=2)
