@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rock_opd.config import DataConfig, EvalConfig
+from rock_opd.config import DataConfig, EvalConfig, Recipe
 from rock_opd.errors import DataError
 from rock_opd.models import tokenizer_fingerprint
 from rock_opd.prompt_rows import BadRow, Messages, RowReader, file_rows, numbered
@@ -229,6 +229,15 @@ def load_problems(
     return load_prompts(
         source, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, need_answer=True
     )
+
+
+def num_steps(recipe: Recipe, prompts: PromptSet, *, dtype: str) -> int:
+    """Steps of the run: as asked (for this dtype of the student), or whole passes over the
+    prompts."""
+    per_epoch = prompts.steps_per_epoch(recipe.rollout.prompts_per_step)
+    if dtype == "float32" and recipe.run.num_steps_float32:
+        return recipe.run.num_steps_float32
+    return recipe.run.num_steps or recipe.run.num_epochs * per_epoch
 
 
 def prompts_digest(prompts: Iterable[Prompt], *, answers: bool = False) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rock_opd.checkpoint import list_checkpoints
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.coordinator import Coordinator
-from rock_opd.data import PromptSet
+from rock_opd.data import PromptSet, num_steps
 from rock_opd.durable import in_bytes
 from rock_opd.errors import ConfigError, PlacementError
 from rock_opd.faultlog import Restart
@@ -46,15 +46,6 @@ START_ATTEMPTS = 3
 """Starting a cluster of our own: Ray itself gives a raylet 30 s, which a busy machine exceeds."""
 CONNECT_S = 10.0
 """Longest time for a connection to the port of a cluster to join."""
-
-
-def num_steps(recipe: Recipe, prompts: PromptSet, *, dtype: str) -> int:
-    """Steps of the run: as asked (for this dtype of the student), or whole passes over the
-    prompts."""
-    per_epoch = prompts.steps_per_epoch(recipe.rollout.prompts_per_step)
-    if dtype == "float32" and recipe.run.num_steps_float32:
-        return recipe.run.num_steps_float32
-    return recipe.run.num_steps or recipe.run.num_epochs * per_epoch
 
 
 def skipped_lines(prompts: PromptSet) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rock_opd.config import Recipe, resolve_dtype
-from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts
+from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, num_steps
 from rock_opd.dead_keys import dead_keys
 from rock_opd.errors import RockOPDError
 from rock_opd.findings import CheckReport, Finding
@@ -401,10 +401,8 @@ def _report_prompts(
     report: CheckReport, recipe: Recipe, prompts: PromptSet, per_epoch: int
 ) -> None:
     lengths = sorted(len(prompt.token_ids) for prompt in prompts.prompts)
-    steps = recipe.run.num_steps or recipe.run.num_epochs * per_epoch
     dtype = resolve_dtype(recipe.student.dtype, assumed_device(recipe))
-    if recipe.run.num_steps_float32 and dtype == "float32":
-        steps = recipe.run.num_steps_float32
+    steps = num_steps(recipe, prompts, dtype=dtype)
     report.add(
         "ok",
         f"{recipe.data.prompts}: {len(lengths)} prompts, median {lengths[len(lengths) // 2]}, "
