@@ -200,6 +200,21 @@ def test_two_holders_of_a_run_share_one_registry(verl_ray, queue, tiny_models, t
     assert weights[0][2] == 0.0  # known from the other's step
 
 
+@pytest.mark.slow
+def test_a_run_of_another_policy_does_not_join_the_registry_of_a_folder(
+    verl_ray, queue, tiny_models, tmp_path
+):
+    trainer = make_trainer(tmp_path, tiny_models)
+    make_trainer(tmp_path, tiny_models)  # of the same: two trainers share it
+    other = Trainer(compose(args(tmp_path, tiny_models, *FREEZE, "+rock_opd.policy.lam=0.5")))
+    other.tokenizer, other.global_steps = trainer.tokenizer, 0
+    with pytest.raises(
+        ConfigError, match=r"was started in this Ray cluster with policy .*lam"
+    ):
+        other._load_checkpoint()
+    verl_ray.kill(trainer._registry)
+
+
 def resumed_trainer(before: Trainer, folder: Path, tiny_models: Path, step: int) -> Trainer:
     resumed = Trainer(compose(args(folder, tiny_models, *FREEZE)))
     resumed.config.trainer.resume_mode = "auto"

@@ -17,7 +17,7 @@ from rock_opd.checkpoint import list_checkpoints, seal
 from rock_opd.config import Recipe
 from rock_opd.driver import START_ATTEMPTS
 from rock_opd.durable import file_facts
-from rock_opd.errors import ConfigError
+from rock_opd.errors import ConfigError, DataError
 from rock_opd.integrations.verl.checkpoints import StepFolders, settle_resume
 from rock_opd.integrations.verl.recipe import epochs_cover, recipe_from_verl
 from rock_opd.integrations.verl.rows import RowFollower
@@ -155,6 +155,33 @@ def test_resume_path_goes_back_to_an_earlier_step_and_keeps_the_later_folder(tmp
     let_go(recipe)
 
 
+def test_a_damaged_folder_is_refused_and_nothing_of_the_run_goes(tmp_path, tiny_models):
+    recipe = make_recipe(tmp_path, tiny_models)
+    for step in (1, 2, 3):
+        save(recipe, step, f"weights of {step}")
+    StepFolders(recipe).publish()
+    path = tmp_path / "global_step_2"
+    (path / "actor" / "student" / "rank.bin").write_text("weights of 9")
+    with pytest.raises(DataError, match=r"resume_from_path: .*_2 .*rank.bin was changed"):
+        settle_resume(recipe, mode="resume_path", path=str(path))
+    assert [step for step, _ in list_checkpoints(recipe.run_dir)] == [1, 2, 3]
+    let_go(recipe)
+
+
+def test_a_damaged_folder_is_made_anew_when_the_run_comes_to_the_very_same_step(
+    tmp_path, tiny_models
+):
+    recipe = make_recipe(tmp_path, tiny_models)
+    checkpoint = save(recipe, 2)
+    StepFolders(recipe).publish()
+    file = tmp_path / "global_step_2" / "actor" / "student" / "rank.bin"
+    file.write_text("otherwise")  # in the run's own, too: it is one file
+    checkpoint.rename(checkpoint.with_name("step_000002.damaged"))
+    save(recipe, 2)
+    assert StepFolders(recipe).publish() == [(2, tmp_path / "global_step_2")]
+    assert file.read_text() == "weights"
+
+
 def test_disable_starts_over_and_moves_the_run_before_aside(tmp_path, tiny_models):
     recipe = make_recipe(tmp_path, tiny_models)
     save(recipe, 1)
@@ -224,7 +251,7 @@ def write_rows(recipe: Recipe, steps, *, anew: bool = False) -> None:
 
 def test_a_step_is_logged_once_under_verls_names_and_ours(tmp_path, tiny_models):
     recipe, sink = make_recipe(tmp_path, tiny_models), Sink()
-    rows = RowFollower(recipe, sink, steps_per_epoch=2, done=0)
+    rows = RowFollower(recipe, sink, steps_per_epoch=2, num_steps=4, done=0)
     rows.follow()
     write_rows(recipe, [1])
     rows.follow()
@@ -241,7 +268,7 @@ def test_a_step_is_logged_once_under_verls_names_and_ours(tmp_path, tiny_models)
 
 def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path, tiny_models):
     recipe, sink = make_recipe(tmp_path, tiny_models), Sink()
-    rows = RowFollower(recipe, sink, steps_per_epoch=2, done=0)
+    rows = RowFollower(recipe, sink, steps_per_epoch=2, num_steps=4, done=0)
     write_rows(recipe, [1])
     path = recipe.run_dir / "metrics.jsonl"
     with path.open("a") as file:
@@ -258,7 +285,7 @@ def test_steps_done_again_after_a_restart_inside_the_run_are_not_logged_again(
     tmp_path, tiny_models
 ):
     recipe, sink = make_recipe(tmp_path, tiny_models), Sink()
-    rows = RowFollower(recipe, sink, steps_per_epoch=2, done=0)
+    rows = RowFollower(recipe, sink, steps_per_epoch=2, num_steps=4, done=0)
     write_rows(recipe, [1, 2, 3])
     rows.follow()
     write_rows(recipe, [1], anew=True)  # cut back to the checkpoint
@@ -274,7 +301,7 @@ def test_after_a_resume_the_file_logger_has_every_step_and_the_others_the_new_on
     """verl's ``file`` logger begins its file anew; wandb and its like go on with theirs."""
     recipe, sink = make_recipe(tmp_path, tiny_models), Sink()
     write_rows(recipe, [1, 2, 3])  # 3 lies beyond the checkpoint, and will be done again
-    rows = RowFollower(recipe, sink, steps_per_epoch=2, done=2)
+    rows = RowFollower(recipe, sink, steps_per_epoch=2, num_steps=4, done=2)
     write_rows(recipe, [1, 2], anew=True)
     rows.follow()
     write_rows(recipe, [3, 4])
@@ -287,7 +314,7 @@ def test_a_step_that_is_evaluated_is_logged_with_its_accuracy(tmp_path, tiny_mod
     recipe = make_recipe(tmp_path, tiny_models, "trainer.test_freq=2", f"data.val_files={problems}")
     assert recipe.eval.problems == str(problems)
     sink = Sink()
-    rows = RowFollower(recipe, sink, steps_per_epoch=2, done=0)
+    rows = RowFollower(recipe, sink, steps_per_epoch=2, num_steps=4, done=0)
     write_rows(recipe, [1, 2])
     rows.follow()
     assert sink.steps() == [1]  # 2 is not graded yet
@@ -297,6 +324,25 @@ def test_a_step_that_is_evaluated_is_logged_with_its_accuracy(tmp_path, tiny_mod
     rows.follow()
     assert sink.steps() == [1, 2]
     assert sink.rows["console"][1][1]["val-core/math_verify/acc/mean@1"] == 0.25
+
+
+def test_the_last_step_is_logged_with_the_accuracy_at_the_end(tmp_path, tiny_models):
+    problems = tiny_models / "problems.jsonl"
+    recipe = make_recipe(tmp_path, tiny_models, "trainer.test_freq=3", f"data.val_files={problems}")
+    sink = Sink()
+    rows = RowFollower(recipe, sink, steps_per_epoch=2, num_steps=4, done=0)
+    write_rows(recipe, [1, 2])
+    rows.follow()
+    grades = [json.dumps({"event": "evaluate", "step": s, "accuracy": s / 8}) for s in (3, 4)]
+    (recipe.run_dir / "events.jsonl").write_text(grades[0] + "\n")
+    write_rows(recipe, [3, 4])
+    rows.follow()
+    assert sink.steps() == [1, 2, 3]  # 4 is not graded yet
+    (recipe.run_dir / "events.jsonl").write_text("\n".join(grades) + "\n")
+    rows.finish()
+    assert [data.get("val-core/math_verify/acc/mean@1") for _, data in sink.rows["console"]] == [
+        *(None, None, 0.375, 0.5),
+    ]
 
 
 # --- the whole of it ------------------------------------------------------------------------------

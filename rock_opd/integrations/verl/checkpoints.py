@@ -16,10 +16,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from rock_opd.checkpoint import COMPLETE, list_checkpoints
+from rock_opd.checkpoint import COMPLETE, flaw, list_checkpoints
 from rock_opd.config import Recipe
 from rock_opd.durable import replace_folder, storing, write_text
-from rock_opd.errors import ConfigError
+from rock_opd.errors import ConfigError, DataError
 from rock_opd.mirror_store import holds_run
 from rock_opd.recipe_file import recipe_yaml
 from rock_opd.runlock import claim
@@ -111,8 +111,12 @@ class _Pruned(Exception):
 
 
 def _is_made_of(folder: Path, checkpoint: Path) -> bool:
+    """Whether it is whole and holds the same files; links to them are not read."""
     made, source = folder / "actor" / COMPLETE, checkpoint / COMPLETE
-    return made.is_file() and made.read_bytes() == source.read_bytes()
+    if not made.is_file() or made.samefile(source):
+        return made.is_file()
+    step = int(folder.name.removeprefix("global_step_"))
+    return made.read_bytes() == source.read_bytes() and flaw(made.parent, step) is None
 
 
 def _link_files(source: Path, target: Path) -> None:
@@ -157,6 +161,7 @@ def settle_resume(recipe: Recipe, *, mode: str, path: str | None) -> Recipe:
     Raises:
         ConfigError: another process has the run; nothing to go on from where something was named;
             or a checkpoint of another trainer.
+        DataError: what was named is damaged; nothing was changed.
     """
     run_dir, root = recipe.run_dir, Path(recipe.run.dir)
     lock = claim(run_dir)
@@ -200,6 +205,11 @@ def _restore(recipe: Recipe, folder: Path, said_by: str) -> None:
             "path to its huggingface folder"
         )
     step, run_dir = int(match[1]), recipe.run_dir
+    if (why := flaw(folder / "actor", step)) is not None:
+        raise DataError(
+            f"{said_by}: {folder} must not be gone on from: {why}; name an older one by trainer."
+            "resume_mode=resume_path and trainer.resume_from_path"
+        )
     StepFolders(recipe).publish(final=True)  # none of the newer ones is lost
     target = run_dir / "checkpoints" / f"step_{step:06d}"
     with storing("checkpoint", target):

@@ -60,6 +60,20 @@ class RegistryActor:
         self._policy = build_policy(cfg, frozen_list=frozen_list, guard_ids=guard_ids, seed=seed)
         self._seed, self._fingerprints = seed, fingerprints
 
+    def join(self, fingerprints: dict[str, Any]) -> None:
+        """Asked by every trainer before it uses the registry, whoever started it.
+
+        Raises:
+            ConfigError: it is that of a run with other settings.
+        """
+        for name, mine in self._fingerprints.items():
+            if mine != fingerprints[name]:
+                raise ConfigError(
+                    f"the registry of this trainer.default_local_dir was started in this Ray "
+                    f"cluster with {name} {mine}, this run has {fingerprints[name]}; take another "
+                    "folder, or end the run that has it"
+                )
+
     def weigh(self, step: int, signals: StepSignals) -> StepWeights:
         """The weights of this step's tokens, and then the step is counted.
 

@@ -55,15 +55,19 @@ def verl_row(row: dict[str, Any], *, divergence: str, steps_per_epoch: int) -> d
 class RowFollower:
     """Passes on what a run writes, as it comes."""
 
-    def __init__(self, recipe: Recipe, sink: Sink, *, steps_per_epoch: int, done: int) -> None:
+    def __init__(
+        self, recipe: Recipe, sink: Sink, *, steps_per_epoch: int, num_steps: int, done: int
+    ) -> None:
         """
         Args:
+            num_steps: of the whole run; the last is evaluated, whatever ``eval.every`` is.
             done: the step the run goes on from. Rows up to it were logged before; verl's ``file``
                 logger, which begins its file anew, gets them once more.
         """
         self._sink, self._steps_per_epoch = sink, steps_per_epoch
         self._divergence = recipe.loss.divergence
         self._every, self._samples = recipe.eval.every, recipe.eval.samples
+        self._num_steps = num_steps
         self._metrics = _Tail(recipe.run_dir / "metrics.jsonl")
         self._events = _Tail(recipe.run_dir / "events.jsonl")
         self._waiting: dict[str, Any] | None = None
@@ -84,7 +88,8 @@ class RowFollower:
             self._waiting, self._last = row, row["step"]
         self._take_events()
         step = self._waiting["step"] if self._waiting else 0
-        if self._every == 0 or step % self._every or step in self._grades:
+        graded = self._every > 0 and (step % self._every == 0 or step == self._num_steps)
+        if not graded or step in self._grades:
             self._flush()
 
     def finish(self) -> None:

@@ -209,7 +209,8 @@ class TokenWeightsMixin:
             print(notice, flush=True)
         settings = asdict(policy) | {"ids_file": None, "guard_file": None}
         where = Path(self.config.trainer.default_local_dir).resolve()
-        return (
+        fingerprints = to_json({"vocabulary": width, "seed": recipe.run.seed, "policy": settings})
+        registry = (
             ray.remote(RegistryActor)
             .options(name=f"{NAMED}:{where}", get_if_exists=True, num_cpus=0)
             .remote(
@@ -218,11 +219,11 @@ class TokenWeightsMixin:
                 seed=recipe.run.seed,
                 frozen_list=frozen_list,
                 guard_ids=guard_ids,
-                fingerprints=to_json(
-                    {"vocabulary": width, "seed": recipe.run.seed, "policy": settings}
-                ),
+                fingerprints=fingerprints,
             )
         )
+        _ask(registry.join.remote(fingerprints), "join")
+        return registry
 
 
 def _ask(answer: Any, what: str) -> Any:

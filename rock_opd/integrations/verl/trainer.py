@@ -19,7 +19,9 @@ from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.tracking import Tracking
 
-from rock_opd.checkpoint import list_checkpoints
+from rock_opd.checkpoint import newest_whole
+from rock_opd.config import resolve_dtype
+from rock_opd.data import num_steps
 from rock_opd.driver import CoordinatorActor, anchor_paths, settle_run_dir
 from rock_opd.errors import PlacementError
 from rock_opd.inputs import load_inputs
@@ -107,8 +109,18 @@ class RockOPDTrainer(PPOTrainer):
             config=OmegaConf.to_container(self.config, resolve=True),
         )
         recipe = self.recipe
-        done = list_checkpoints(recipe.run_dir)[-1][0] if recipe.resume else 0
-        rows = RowFollower(recipe, self.logger, steps_per_epoch=self._steps_per_epoch, done=done)
+        done = (newest_whole(recipe.run_dir) or 0) if recipe.resume else 0
+        rows = RowFollower(
+            recipe,
+            self.logger,
+            steps_per_epoch=self._steps_per_epoch,
+            num_steps=num_steps(
+                recipe,
+                self._inputs.prompts,
+                dtype=resolve_dtype(recipe.student.dtype, recipe.run.device),
+            ),
+            done=done,
+        )
         folders = StepFolders(recipe)
         if recipe.resume:
             _say(f"going on from step {done}")
