@@ -208,9 +208,7 @@ def test_a_run_of_another_policy_does_not_join_the_registry_of_a_folder(
     make_trainer(tmp_path, tiny_models)  # of the same: two trainers share it
     other = Trainer(compose(args(tmp_path, tiny_models, *FREEZE, "+rock_opd.policy.lam=0.5")))
     other.tokenizer, other.global_steps = trainer.tokenizer, 0
-    with pytest.raises(
-        ConfigError, match=r"was started in this Ray cluster with policy .*lam"
-    ):
+    with pytest.raises(ConfigError, match=r"was started in this Ray cluster with policy .*lam"):
         other._load_checkpoint()
     verl_ray.kill(trainer._registry)
 
