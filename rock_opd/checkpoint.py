@@ -264,13 +264,18 @@ def newest_whole(run_dir: Path) -> int | None:
     return next((step for step, _ in _whole(run_dir, [])), None)
 
 
-def flaw(path: Path, step: int) -> str | None:
-    """Why a sealed folder must not be used; None when it may."""
+def flaw(path: Path, step: int | None = None) -> str | None:
+    """Why a sealed folder must not be used; None when it may.
+
+    Args:
+        step: the one it must be of; None: any.
+    """
     try:
         content = json_object((path / COMPLETE).read_bytes())
         if content.get("format") != FORMAT:
             return f"format {content.get('format')}, this version reads {FORMAT}"
-        if content.pop("digest", None) != _seal_digest(content) or content["step"] != step:
+        unchanged = content.pop("digest", None) == _seal_digest(content)
+        if not unchanged or step not in (None, content["step"]):
             return f"{COMPLETE} was changed after it was written"
         files = {
             name: FileFacts(num_bytes=num, digest=found)

@@ -27,7 +27,13 @@ from torch import Tensor
 
 from rock_opd.config import OptimConfig, Recipe
 from rock_opd.core.batching import Deal, logit_rows
-from rock_opd.core.objective import DIVERGENCES, loss_share, reverse_kl, token_logprobs
+from rock_opd.core.objective import (
+    DIVERGENCES,
+    loss_share,
+    reverse_kl,
+    shielded,
+    token_logprobs,
+)
 from rock_opd.core.objective import entropy as row_entropy
 from rock_opd.core.schedule import learning_rate
 from rock_opd.durable import FileFacts, file_facts
@@ -330,7 +336,8 @@ class LocalStudents:
         hidden_NH = hidden_TH[torch.from_numpy(logit_rows(batch.predicted))]
         logits_NV = self._model.get_output_embeddings()(hidden_NH)
         teacher_NV = self._teachers.fetch(batch.requests)
-        loss_N = DIVERGENCES[self._divergence](logits_NV, teacher_NV)
+        trained_NV = shielded(logits_NV, torch.from_numpy(batch.weight))
+        loss_N = DIVERGENCES[self._divergence](trained_NV, teacher_NV)
         with torch.no_grad():
             fixed_NV = logits_NV.detach()
             target_N = torch.from_numpy(batch.token_ids[batch.predicted])

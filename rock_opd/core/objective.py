@@ -224,9 +224,36 @@ def entropy(logits_NV: Tensor) -> Tensor:
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
     """``weight * loss``, where a weight of 0 also hides what must not be learned from, even NaN.
 
-    Bitwise the loss, and its gradient bitwise the same, where the weight is 1.
+    Bitwise the loss, and its gradient bitwise the same, where the weight is 1. What a loss that is
+    not finite passes on to its own inputs (0 times infinity) is for ``shielded`` to stop.
     """
     return loss.masked_fill(weight == 0, 0.0) * weight
+
+
+class _Shield(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (hidden,) = ctx.saved_tensors
+        return grad.masked_fill(hidden, 0.0), None
+
+
+def shielded(values: Tensor, weight: Tensor) -> Tensor:
+    """The student's numbers, bit for bit, which get a gradient of exactly 0 where the weight is 0,
+    whatever the loss made of them: NaN does not pass, as it would through a product with 0.
+
+    Args:
+        values: [..., V], or of the weight's shape; what the losses are made from.
+        weight: [...].
+    """
+    hidden = weight == 0
+    if not bool(hidden.any()):
+        return values
+    return _Shield.apply(values, hidden[..., None] if values.ndim > weight.ndim else hidden)
 
 
 def loss_share(loss_N: Tensor, weight_N: Tensor, *, total_weight: float) -> Tensor:

@@ -9,7 +9,8 @@ Every quirk of training with DeepSpeed (read and measured in 0.19.8) ends here:
 - In bf16 the gradients accumulate and travel in float32. Stage 0 cannot do that and runs as
   stage 1, which keeps the same numbers with less memory.
 - The learning rate is set before each update; DeepSpeed has no scheduler to save.
-- A step whose gradient norm is not finite changes nothing, on any rank.
+- A step whose gradient norm is not finite changes nothing, on any rank. A loss that is not finite
+  makes a gradient NaN, and so the norm that all ranks share: no rank need ask the others.
 - Groups that DeepSpeed opens on its own wait half an hour for a dead peer; ``limit_groups`` puts
   the time limit on every group.
 
@@ -150,6 +151,8 @@ class DeepSpeedCore:
         self._module, self._model, self._disk = module, model, disk
         self._open_batches, self._closed, self._spoiled = 0, False, False
         self._away: frozenset[str] = frozenset()
+        self._poison: Tensor | None = None
+        self._listen()
         self.engine = self._wrap()
         """DeepSpeed's: call it for a forward."""
 
@@ -200,6 +203,18 @@ class DeepSpeedCore:
         )
         return engine
 
+    def _listen(self) -> None:
+        """Lets the first gradient of each backward go through ``_spoil``: of a vector, where there
+        is one, since it is small (before DeepSpeed lays stage 3's weights flat)."""
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        for parameter in [p for p in parameters if p.ndim < 2] or parameters:
+            parameter.register_hook(self._spoil)
+
+    def _spoil(self, grad: Tensor) -> Tensor | None:
+        """NaN where the loss was not finite, else the gradient bit for bit."""
+        poison, self._poison = self._poison, None
+        return None if poison is None else grad * poison
+
     # ---------------------------------------------------------------- one update
 
     def set_learning_rate(self, lr: float) -> None:
@@ -232,14 +247,16 @@ class DeepSpeedCore:
 
         Args:
             share: float32 scalar, this micro-batch's and rank's part of the loss: the step's
-                gradient is that of the sum of the parts over micro-batches and ranks.
+                gradient is that of the sum of the parts over micro-batches and ranks. One that is
+                not finite makes the gradient NaN, whatever it was.
         """
+        self._poison = torch.where(share.detach().isfinite(), 1.0, torch.nan)
         self._open_batches += 1
         self._closed = self.engine.is_gradient_accumulation_boundary()
         self.engine.backward(share * (self._world_size if self.stage == 3 else 1))
 
     def update(self) -> float | None:
-        """Steps; the norm before clipping, or None when it is not finite and nothing moved.
+        """Steps; the norm before clipping, or None when it or a loss is not finite: nothing moved.
 
         Stages 1 to 3 decide by the norm that all ranks share, before they touch a weight, and clear
         the gradients themselves. Stage 0 is torch's optimizer, which would step on NaN.

@@ -224,8 +224,7 @@ class StudentEngine:
 
         The gradient is that of ``sum over all ranks of weight * loss / total_weight``, whatever the
         split. Numbers that are not finite (a loss, a measured row, the gradient norm) stop the
-        update on every rank before a weight moves: such a rank makes its gradients NaN, and so the
-        norm that all ranks share.
+        update on every rank before a weight moves: see ``DeepSpeedCore.backward``.
 
         Args:
             rows: the teacher's rows, one entry per micro-batch; may be a generator that fetches.

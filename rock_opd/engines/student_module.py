@@ -162,8 +162,8 @@ class HeadLoss(nn.Module):
         is None).
 
         Returns:
-            The share (float32 scalar; it can run backward also when N = 0, and is NaN, with NaN
-            gradients, when any row's numbers are not finite), the registry's estimator
+            The share (float32 scalar; it can run backward also when N = 0, and is NaN when any
+            row's numbers are not finite), the registry's estimator
             (``StepResult.kl``), the log-probability of the token over the full width, and, when
             ``rows.with_entropy``, the entropy over the shared width; the last three [N].
         """
@@ -286,6 +286,7 @@ class _HeadLossFunction(torch.autograd.Function):
             if not trains:
                 continue
             (grad_nV,) = torch.autograd.grad(share, logits_nV)
+            grad_nV.masked_fill_((rows.weight[at] == 0)[:, None], 0.0)  # as ``shielded``
             if grad_bias_V is not None:
                 grad_bias_V += grad_nV.sum(0)
             grad_nV = grad_nV.to(grad_VH.dtype)
@@ -301,25 +302,23 @@ class _HeadLossFunction(torch.autograd.Function):
         finite = finite & kl_N.isfinite().all() & logprob_N.isfinite().all() & loss.isfinite()
         if entropy_N is not None:
             finite = finite & entropy_N.isfinite().all()
-        # NaN gradients are how a rank tells the others: the common gradient norm becomes NaN.
-        poison = torch.where(finite, 1.0, torch.nan)
         ctx.mark_non_differentiable(
             *(rows_N for rows_N in (kl_N, logprob_N, entropy_N) if rows_N is not None)
         )
         if with_grad:
             ctx.grads = grad_hidden_NH, grad_weight_VH, grad_bias_V
-            ctx.poison, ctx.dtype = poison, weight_VH.dtype
-        return loss * poison, kl_N, logprob_N, entropy_N
+            ctx.dtype = weight_VH.dtype
+        # A NaN share is how a rank tells the others: see DeepSpeedCore.backward.
+        return loss * torch.where(finite, 1.0, torch.nan), kl_N, logprob_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor, *_: Tensor | None):
-        scale = grad_loss * ctx.poison
         grad_hidden_NH, grad_weight_VH, grad_bias_V = ctx.grads
         ctx.grads = None
         return (
-            grad_hidden_NH.mul_(scale),
-            grad_weight_VH.mul_(scale).to(ctx.dtype),
-            None if grad_bias_V is None else grad_bias_V.mul_(scale).to(ctx.dtype),
+            grad_hidden_NH.mul_(grad_loss),
+            grad_weight_VH.mul_(grad_loss).to(ctx.dtype),
+            None if grad_bias_V is None else grad_bias_V.mul_(grad_loss).to(ctx.dtype),
             None,
             None,
             None,

@@ -19,6 +19,7 @@ from rock_opd.core.objective import (
     loss_share,
     policy_gradient_loss,
     reverse_kl,
+    shielded,
     teacher_logits,
     token_logprobs,
     topk_renormalised_reverse_kl,
@@ -428,6 +429,61 @@ def test_the_normalizer_scales_the_update_and_nothing_else():
         loss = loss_share(reverse_kl(student, teacher), weight_N, total_weight=total)
         grads.append(torch.autograd.grad(loss, student)[0])
     assert torch.equal(grads[0], 2 * grads[1])
+
+
+def _frozen_row_losses():
+    """Each divergence, of a student [3, 4] and what a teacher says."""
+    ids = torch.tensor([[0, 1], [1, 2], [3, 0]])
+    tail = torch.full((3,), math.log(0.25))
+    target = torch.tensor([0, 1, 2])
+    table = torch.tensor([[0.5, 0.25]] * 3).log()
+    full = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3).log()
+    return {
+        "reverse_kl": (reverse_kl, full),
+        "forward_kl": (forward_kl, full),
+        "renormalised": (lambda z, t: topk_renormalised_reverse_kl(z, ids, t), table),
+        "tail reverse": (lambda z, t: topk_tail_divergence(z, ids, t, tail), table),
+        "tail forward": (
+            lambda z, t: topk_tail_divergence(z, ids, t, tail, direction="forward"),
+            table,
+        ),
+        "policy gradient": (
+            lambda z, t: policy_gradient_loss(token_logprobs(z, target), t[:, 0]),
+            table,
+        ),
+        "cross-entropy": (lambda z, t: cross_entropy(z, target), table),
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("name", list(_frozen_row_losses()))
+def test_a_row_of_weight_0_has_loss_0_and_gradient_0_whatever_is_in_it(name, side, value):
+    loss, teacher = _frozen_row_losses()[name]
+    if side == "teacher" and name.startswith("tail"):
+        pytest.skip("a table that is no distribution is refused")
+    weight = torch.tensor([0.0, 1.0, 0.5])
+    z = torch.tensor([[0.3, -0.2, 0.1, 0.7], [1.0, 0.0, -1.0, 0.5], [0.2, 0.4, 0.6, 0.8]])
+
+    def run(z, teacher):
+        z = z.clone().requires_grad_()
+        share = loss_share(loss(shielded(z, weight), teacher), weight, total_weight=1.5)
+        share.backward()
+        return share.item(), z.grad
+
+    plain_share, plain_grad = run(z, teacher)
+    spoilt = {"student": z.clone(), "teacher": teacher.clone()}
+    spoilt[side][0, 0] = value
+    share, grad = run(spoilt["student"], spoilt["teacher"])
+    assert share == plain_share
+    assert grad[0].tolist() == [0.0] * 4
+    assert torch.equal(grad, plain_grad) and grad[1].abs().max() > 0
+
+
+def test_a_shield_changes_no_bit_of_a_value():
+    z = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.equal(shielded(z, torch.tensor([0.0, 1.0, 0.0])), z)
+    assert shielded(z, torch.ones(3)) is z
 
 
 def test_a_frozen_row_may_hold_nan_or_infinity():

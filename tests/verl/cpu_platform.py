@@ -1,7 +1,7 @@
 """A CPU platform for verl's device layer, for tests only: verl 0.9 has cuda, npu and rocm.
 
 Loaded by name (``VERL_USE_EXTERNAL_MODULES=cpu_platform VERL_PLATFORM=rock_cpu``, with this folder
-on ``PYTHONPATH``: see ``hosts.CPU_ENV``), never found by verl's detection. Can go once verl itself
+on ``PYTHONPATH``: see ``conftest``), never found by verl's detection. Can go once verl itself
 runs its training workers on CPU.
 """
 

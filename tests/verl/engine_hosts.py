@@ -189,6 +189,13 @@ def nan_loss_on_last_rank(**inputs: Any) -> tuple[torch.Tensor, dict]:
     return loss * (float("nan") if last else 1.0), metrics
 
 
+def loss_plus_nan_on_last_rank(**inputs: Any) -> tuple[torch.Tensor, dict]:
+    """A loss of NaN whose own gradient is finite."""
+    loss, metrics = sft_loss(None, **inputs)
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    return loss + (float("nan") if last else 0.0), metrics
+
+
 def half_a_step(engine: Any) -> None:
     """One whose loss raises in its second micro-batch."""
     calls = []

@@ -98,6 +98,26 @@ def test_a_batch_frozen_whole_has_loss_0_and_gradient_0(worker, mode, normalizer
     assert numbers(hosts.update(worker, hosts.loss_fn(f"rock_{mode}"), batch)) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("mode", [*SUPERVISED, "reverse_kl_topk", "reverse_kl_topk_renorm"])
+def test_what_the_teacher_says_of_a_frozen_position_moves_no_bit(worker, mode, value):
+    loss = with_rock_topk(hosts.loss_fn(f"rock_{mode}", strategy="deepspeed"))
+
+    def run(first=None):
+        batch = hosts.weighted_batch("half", normalizer="kept", topk=is_topk(mode))
+        rows = [row.clone() for row in batch["teacher_logprobs"].unbind()]
+        weights = hosts.token_weights("half")[0]
+        assert weights[1] == 1 and weights[0] == 0
+        if first is not None:
+            rows[0][hosts.PROMPT_LENS[0] - 1, 0] = first
+        batch["teacher_logprobs"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return numbers(hosts.update(worker, loss, batch))
+
+    plain = run()
+    assert plain[0] != 0 and plain[1] > 0
+    assert run(value) == plain
+
+
 def test_the_shares_and_the_mask_version_are_among_verls_metrics(worker):
     metrics = hosts.update(worker, hosts.loss_fn("rock_k2"), hosts.weighted_batch("half"))
     assert metrics["distillation/mask_version"] == 3
@@ -255,6 +275,12 @@ def test_weights_that_cannot_be_right_are_refused(worker, value, clamp, said):
     batch.update(weight_fields(weights, batch["response_mask"], normalizer="all"))
     with pytest.raises(ConfigError, match=said):
         hosts.update(worker, hosts.loss_fn("rock_k2", loss_max_clamp=clamp), batch)
+
+
+def test_weights_for_a_normaliser_that_is_none_are_refused():
+    batch = hosts.make_batch()
+    with pytest.raises(ConfigError, match="normalizer must be one of kept, all, got 'foo'"):
+        weight_fields(hosts.token_weights("ones"), batch["response_mask"], normalizer="foo")
 
 
 def test_weights_of_another_length_are_refused_when_they_are_written():

@@ -95,6 +95,18 @@ def test_a_missing_deepspeed_costs_the_engine_alone_and_is_named(tmp_path):
     assert names["rock_k2"] == "losses.rock_k2" and names["deepspeed on cpu"] == "-"
 
 
+def test_a_deepspeed_that_cannot_be_imported_is_named(tmp_path):
+    broken = tmp_path / "site" / "deepspeed"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libaio.so.1: cannot open it')\n")
+    status, report, names = checked(run(CHECK, tmp_path, PYTHONPATH=str(broken.parent)))
+    assert status == 1
+    (failure,) = report["failed"]
+    assert failure.startswith("engine: deepspeed ")
+    assert "cannot be imported (ImportError: libaio.so.1: cannot open it)" in failure
+    assert names["rock_k2"] == "losses.rock_k2"
+
+
 def test_a_plug_in_that_verl_was_told_not_to_load_is_missed(tmp_path):
     status, report, _ = checked(run(CHECK, tmp_path, VERL_USE_EXTERNAL_PLUGINS="none"))
     assert status == 1

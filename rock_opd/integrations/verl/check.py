@@ -7,10 +7,12 @@ take its word for what was registered.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import ModuleType
 from typing import Any
@@ -109,12 +111,30 @@ def _failures(plugin: ModuleType, rows: list[tuple[str, str, str]]) -> list[str]
     reasons: dict[str, list[str]] = {}
     for part, reason in plugin.FAILED.items():
         reasons.setdefault(reason, []).append(part)
+    for part in plugin.PARTS:
+        if part.name not in plugin.FAILED and (reason := _broken(part.needs)):
+            reasons.setdefault(reason, []).append(part.name)
     told = [f"{' and '.join(parts)}: {reason}" for reason, parts in reasons.items()]
     return told + [
         f"{part}: verl does not know {name}"
         for part, name, known_as in rows
         if known_as == "-" and part not in plugin.FAILED
     ]
+
+
+def _broken(needs: tuple[str, ...]) -> str | None:
+    """Why a module that is there cannot be imported; parts import it when they first use it."""
+    for needed in needs:
+        try:
+            with redirect_stdout(sys.stderr):  # DeepSpeed logs there; ours is for the report
+                importlib.import_module(needed)
+        except Exception as error:  # a package may raise anything while it is executed
+            why = " ".join(str(error).split())
+            return (
+                f"{needed} {_version(needed) or ''} cannot be imported "
+                f"({type(error).__name__}: {why}); install it again, for this Python and torch"
+            )
+    return None
 
 
 def _not_loaded() -> str:

@@ -199,7 +199,7 @@ class DeepSpeedEngineWithLMHead(FSDPEngineWithLMHead):
         yield
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
-        """verl's; ``update_skipped`` is 1 where the gradient was not finite and nothing moved."""
+        """verl's; ``update_skipped`` is 1 where a loss or gradient was not finite: none moved."""
         outputs = super().train_batch(data, loss_function)
         skipped = not np.isfinite(outputs["metrics"]["grad_norm"])
         outputs["metrics"]["update_skipped"] = [float(skipped)]
@@ -217,8 +217,8 @@ class DeepSpeedEngineWithLMHead(FSDPEngineWithLMHead):
             self._core.drop_gradients()
 
     def optimizer_step(self) -> float:
-        """Clips and updates; the norm before clipping, NaN when it is not finite: then no weight
-        and no moment changes, on any rank."""
+        """Clips and updates; the norm before clipping, NaN when it or a loss is not finite: then no
+        weight and no moment changes, on any rank."""
         self._core.set_learning_rate(self.lr_scheduler.get_last_lr()[0])
         norm = self._core.update()
         if norm is None:
@@ -352,12 +352,7 @@ class DeepSpeedEngineWithLMHead(FSDPEngineWithLMHead):
 
         together(make_room, "make room for")
         if manager.should_save_model:
-            facts = {
-                "world_size": dist.get_world_size(),
-                "zero_stage": self._stage,
-                "dtype": str(self._dtype).removeprefix("torch."),
-            }
-            together(lambda: save_training(folder, self._core, self.lr_scheduler, facts), "write")
+            save_training(folder, self._core, self._disk, self.lr_scheduler, global_step)
         with self._on_device(frozenset((WEIGHTS,))):
             save_model_folder(
                 folder / HUGGINGFACE,
@@ -382,7 +377,8 @@ class DeepSpeedEngineWithLMHead(FSDPEngineWithLMHead):
         the same number of ranks. Never deletes what it read.
 
         Raises:
-            DataError: nothing there, not whole, another model's, or saved under another dtype.
+            DataError: nothing there, not whole, changed, another model's, or saved under another
+                dtype.
             ConfigError: a remote path.
         """
         if local_path is None:

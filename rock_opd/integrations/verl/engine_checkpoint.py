@@ -2,15 +2,15 @@
 
 ``deepspeed/`` has weights and moments of all ranks (``engines/student_state``), ``extra/`` the
 schedule and each rank's random state, ``huggingface/`` config and tokenizer, with the weights when
-``save_contents`` has ``hf_model``. Every file but ``extra/*.pt`` is safetensors or text, and those
-are read as plain values only.
+``save_contents`` has ``hf_model``. ``complete.json``, written last, seals the first two: what was
+cut or changed afterwards is not loaded. Every file but ``extra/*.pt`` is safetensors or text, and
+those are read as plain values only.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -23,13 +23,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from rock_opd.durable import storing
+from rock_opd.checkpoint import COMPLETE, flaw, seal
+from rock_opd.durable import FileFacts, file_facts, storing, sync
 from rock_opd.engines.deepspeed_core import SHARD_BYTES, DeepSpeedCore
 from rock_opd.engines.model_folder import ModelFolder, host_copies
+from rock_opd.engines.student_state import DiskWrites
 from rock_opd.engines.student_weights import bucket_plan, gathered
 from rock_opd.errors import DataError, RockOPDError
 
-STATE, EXTRA, FACTS, HUGGINGFACE = "deepspeed", "extra", "deepspeed_config.json", "huggingface"
+STATE, EXTRA, HUGGINGFACE = "deepspeed", "extra", "huggingface"
 
 
 def together(work: Callable[[], None], verb: str) -> None:
@@ -56,48 +58,74 @@ def together(work: Callable[[], None], verb: str) -> None:
 def clear(folder: Path) -> None:
     """Makes the folder ready for a save: nothing is left of one that another number of ranks
     began. One rank calls it."""
+    (folder / COMPLETE).unlink(missing_ok=True)
     for name in (STATE, EXTRA):
         shutil.rmtree(folder / name, ignore_errors=True)
     with storing("verl checkpoint", folder):
         (folder / EXTRA).mkdir(parents=True, exist_ok=True)
 
 
-def save_training(folder: Path, core: DeepSpeedCore, schedule: Any, facts: dict[str, Any]) -> None:
-    """This rank's part of what a run goes on from.
+def save_training(
+    folder: Path, core: DeepSpeedCore, disk: DiskWrites, schedule: Any, step: int
+) -> None:
+    """What a run goes on from, each rank its part. Collective.
 
     Args:
+        disk: what ``core`` writes with.
         schedule: verl's learning-rate scheduler.
-        facts: JSON-able; told, and not read again.
 
     Raises:
-        StorageError: it could not be written.
+        StorageError: on the rank that could not write; ``DataError`` on the others.
     """
-    core.save_state(folder / STATE)
-    rank = dist.get_rank()
-    buffer = io.BytesIO()
-    torch.save({"lr_scheduler": schedule.state_dict(), "random": _random_state()}, buffer)
-    with storing("verl checkpoint", folder):
-        (folder / EXTRA / f"rank_{rank:05d}.pt").write_bytes(buffer.getvalue())
-        if rank == 0:
-            (folder / FACTS).write_text(json.dumps(facts, indent=2))
+    own: dict[str, FileFacts] = {}
+
+    def write() -> None:
+        core.save_state(folder / STATE)
+        parts = disk.written(folder / STATE) or {}
+        own.update({f"{STATE}/{name}": facts for name, facts in parts.items()})
+        extra = f"{EXTRA}/rank_{dist.get_rank():05d}.pt"
+        buffer = io.BytesIO()
+        torch.save({"lr_scheduler": schedule.state_dict(), "random": _random_state()}, buffer)
+        with storing("verl checkpoint", folder):
+            (folder / extra).write_bytes(buffer.getvalue())
+            sync(folder / extra)
+            own[extra] = file_facts(folder / extra)
+
+    together(write, "write")
+    files: list[dict[str, FileFacts]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(files, own)
+
+    def finish() -> None:
+        with storing("verl checkpoint", folder):
+            seal(folder, step, {name: facts for part in files for name, facts in part.items()})
+
+    together(finish if dist.get_rank() == 0 else lambda: None, "write")
 
 
 def load_training(folder: Path, core: DeepSpeedCore, schedule: Any) -> None:
     """Brings back what ``save_training`` wrote, on any number of ranks; the random state only on
-    the same number.
+    the same number. Collective.
 
     Raises:
-        DataError: nothing there, not whole, another model's, or saved under another dtype.
+        DataError: nothing there, not whole, changed, another model's, or saved under another dtype.
     """
+    together((lambda: _require_whole(folder)) if dist.get_rank() == 0 else lambda: None, "read")
     core.load_state(folder / STATE)
     extras = sorted((folder / EXTRA).glob("rank_*.pt"))
-    if not extras:
-        raise DataError(f"verl checkpoint {folder}: no file in {EXTRA}/: it is not whole")
     same_ranks = len(extras) == dist.get_world_size()
     extra = torch.load(extras[dist.get_rank() if same_ranks else 0], weights_only=True)
     schedule.load_state_dict(extra["lr_scheduler"])
     if same_ranks:
         _set_random_state(extra["random"])
+
+
+def _require_whole(folder: Path) -> None:
+    if not (folder / COMPLETE).is_file():
+        raise DataError(
+            f"verl checkpoint {folder}: it was not written to its end; take another one"
+        )
+    if (why := flaw(folder)) is not None:
+        raise DataError(f"verl checkpoint {folder}: {why}; take another one")
 
 
 def save_model_folder(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from rock_opd.config import NORMALIZERS
 from rock_opd.core.objective import (
     MIN_TAIL_LOGPROB,
+    shielded,
     topk_renormalised_reverse_kl,
     topk_tail_divergence,
     weighted,
@@ -77,8 +79,7 @@ def check_normalizer(normalizer: str, *, loss_agg_mode: str, use_task_rewards: b
         ConfigError: an unknown name; ``kept`` where verl does not divide by ``loss_mask``, or where
             task rewards share the denominator.
     """
-    if normalizer not in NORMALIZERS:
-        raise ConfigError(f"normalizer must be one of {', '.join(NORMALIZERS)}, got {normalizer!r}")
+    _check_name(normalizer)
     if normalizer == "kept" and loss_agg_mode != "token-mean":
         raise ConfigError(
             "normalizer=kept needs actor.loss_agg_mode=token-mean: under "
@@ -89,6 +90,11 @@ def check_normalizer(normalizer: str, *, loss_agg_mode: str, use_task_rewards: b
             "normalizer=kept with distillation_loss.use_task_rewards=true would rescale the task's "
             "loss as well, which verl divides by the same number; take normalizer=all"
         )
+
+
+def _check_name(normalizer: str) -> None:
+    if normalizer not in NORMALIZERS:
+        raise ConfigError(f"normalizer must be one of {', '.join(NORMALIZERS)}, got {normalizer!r}")
 
 
 def weight_fields(
@@ -115,8 +121,10 @@ def weight_fields(
         rank and micro-batch.
 
     Raises:
+        ConfigError: an unknown normalizer.
         ValueError: another number of sequences, or of tokens in one.
     """
+    _check_name(normalizer)
     rows = []
     for row, mask_R in zip(weights, response_mask.unbind(), strict=True):
         if len(row) != len(mask_R):
@@ -257,6 +265,11 @@ def _weighted_stock(
     model_output: dict,
     data: TensorDict,
 ) -> Losses:
+    if TOKEN_WEIGHTS in data and "log_probs" in model_output:
+        log_probs = model_output["log_probs"]
+        flat_T = log_probs.values() if log_probs.is_nested else log_probs
+        flat_T = shielded(flat_T, _row_weights(data, len(flat_T)))
+        model_output = {**model_output, "log_probs": flat_T}
     losses_BR, metrics = get_distillation_loss_fn(stock_mode)(
         config=config,
         distillation_config=_with_mode(distillation_config, stock_mode),
@@ -283,15 +296,7 @@ def _weigh(
         return losses_BR, metrics
     clamp = config.distillation_loss.loss_max_clamp
     mask_BR = _response_mask(data)
-    weight_BR = _padded(data[TOKEN_WEIGHTS], 0.0).to(losses_BR.dtype)
-    if weight_BR.shape != losses_BR.shape:
-        raise ConfigError(
-            f"batch field {TOKEN_WEIGHTS} has shape {list(weight_BR.shape)}, the responses have "
-            f"{list(losses_BR.shape)}: one weight per response token; write it after verl has "
-            "filled up the batch"
-        )
-    if not bool((weight_BR >= 0).all()):
-        raise ConfigError(f"batch field {TOKEN_WEIGHTS} holds negative or NaN weights")
+    weight_BR = _checked_weights(data, losses_BR.shape).to(losses_BR.dtype)
     if clamp is not None:
         if bool((weight_BR > 1).any()):
             raise ConfigError(
@@ -311,6 +316,31 @@ def _weigh(
             AggregationType.MAX, int(data[MASK_VERSION].max())
         )
     return weighted(losses_BR, weight_BR), metrics
+
+
+def _checked_weights(data: TensorDict, shape: torch.Size) -> Tensor:
+    """``token_weights``, padded to [B, R]."""
+    weight_BR = _padded(data[TOKEN_WEIGHTS], 0.0)
+    if weight_BR.shape != shape:
+        raise ConfigError(
+            f"batch field {TOKEN_WEIGHTS} has shape {list(weight_BR.shape)}, the responses have "
+            f"{list(shape)}: one weight per response token; write it after verl has "
+            "filled up the batch"
+        )
+    if not bool((weight_BR >= 0).all()):
+        raise ConfigError(f"batch field {TOKEN_WEIGHTS} holds negative or NaN weights")
+    return weight_BR
+
+
+def _row_weights(data: TensorDict, num_rows: int) -> Tensor:
+    """float32 [T]: 0 where the row predicts a token of weight 0, 1 elsewhere."""
+    weights = data[TOKEN_WEIGHTS]
+    device = (weights.values() if weights.is_nested else weights).device
+    places_BR = no_padding_2_padding(torch.arange(1, num_rows + 1, device=device), data)
+    frozen_BR = (_checked_weights(data, places_BR.shape) == 0) & (places_BR > 0)  # no padding
+    weight_T = torch.ones(num_rows, device=device)
+    weight_T[places_BR[frozen_BR] - 1] = 0.0
+    return weight_T
 
 
 def _padded(values: Tensor, padding: float) -> Tensor:
@@ -340,6 +370,7 @@ def rock_distillation_loss(
         With ``student_logits`` [1, T, V]: rows [1, T] by name. Without: the loss and its metrics.
     """
     if student_logits is not None:
+        student_logits = _shielded_rows(student_logits, data)
         if distillation_config.distillation_loss.loss_mode in TOPK_REVERSE:
             return _reverse_kl_rows(config, distillation_config, data, student_logits)
         if config.strategy not in _VERL_TOPK:
@@ -355,6 +386,17 @@ def rock_distillation_loss(
     return distillation_ppo_loss(
         config, distillation_config, model_output, data, dp_group, student_logits, data_format
     )
+
+
+def _shielded_rows(student_logits: Tensor, data: TensorDict) -> Tensor:
+    """The logits, which a frozen position's row gives no gradient; those cut over ranks (sequence
+    parallel) come back as they are."""
+    if TOKEN_WEIGHTS not in data or not data["input_ids"].is_nested:
+        return student_logits
+    num_rows = int(data["input_ids"].offsets()[-1])
+    if student_logits.shape[:2] != (1, num_rows):
+        return student_logits
+    return shielded(student_logits, _row_weights(data, num_rows)[None])
 
 
 def with_rock_topk(loss_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,8 +430,17 @@ def _reverse_kl_rows(
     log_p_NK = data["teacher_logprobs"].values()[rows_T].float()
 
     mass_N = log_p_NK.double().exp().sum(-1)
+    if TOKEN_WEIGHTS in data:
+        # A frozen row's loss is dropped: any table of mass < 1 stands for what the teacher said.
+        frozen_N1 = (_row_weights(data, len(rows_T))[rows_T] == 0)[:, None]
+        log_p_NK = log_p_NK.masked_fill(frozen_N1, -math.log(log_p_NK.shape[1] + 1))
     if loss_config.loss_mode == "rock_reverse_kl_topk":
-        tail_N = (1.0 - mass_N).log().clamp(min=MIN_TAIL_LOGPROB).nan_to_num(MIN_TAIL_LOGPROB)
+        tail_N = (
+            (1.0 - log_p_NK.double().exp().sum(-1))
+            .log()
+            .clamp(min=MIN_TAIL_LOGPROB)
+            .nan_to_num(MIN_TAIL_LOGPROB)
+        )
         kl_N = topk_tail_divergence(logits_NV, ids_NK, log_p_NK, tail_N.to(log_p_NK.dtype))
     else:
         kl_N = topk_renormalised_reverse_kl(logits_NV, ids_NK, log_p_NK)
