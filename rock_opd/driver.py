@@ -34,7 +34,7 @@ from rock_opd.mirror import pull
 from rock_opd.mirror_store import holds_run
 from rock_opd.models import first_line, stop_token_ids, trust_code
 from rock_opd.progress import Progress
-from rock_opd.resume import goes_on_from
+from rock_opd.resume import goes_on_from, has_begun, require_begun
 from rock_opd.runlock import RunTaken, claim
 from rock_opd.runlog import write_atomic
 
@@ -372,17 +372,8 @@ def settle_run_dir(recipe: Recipe, *, say: Callable[[str], None] = lambda line: 
     _refuse_links(recipe)
     if recipe.resume and recipe.run.mirror is not None:
         _bring_back(recipe, say)
-    if recipe.resume and not _begun(recipe):
-        nor = "" if recipe.run.mirror is None else f", nor does {recipe.run.mirror} one of its name"
-        raise ConfigError(
-            f"resume=true, but {recipe.run_dir} holds no run{nor}; leave it out to start one"
-        )
-    if recipe.resume and not list_checkpoints(recipe.run_dir):
-        raise ConfigError(
-            f"resume=true, but the run in {recipe.run_dir} saved no whole checkpoint; remove the "
-            "folder or choose another run.name to start over"
-        )
     if recipe.resume:
+        require_begun(recipe)
         claim(recipe.run_dir)
         return recipe
     for number in itertools.count(1):
@@ -390,17 +381,17 @@ def settle_run_dir(recipe: Recipe, *, say: Callable[[str], None] = lambda line: 
         named = replace(recipe, run=replace(recipe.run, name=name))
         _refuse_links(named)
         try:
-            taken = _begun(named) or (named.run.mirror is not None and holds_run(named))
+            taken = has_begun(named) or (named.run.mirror is not None and holds_run(named))
             lock = None if taken else claim(named.run_dir)
         except RunTaken:
             if recipe.run.on_existing == "fail":
                 raise
             continue
-        if lock is not None and not _begun(named):  # nobody began it before it was ours
+        if lock is not None and not has_begun(named):  # nobody began it before it was ours
             return named
         if lock is not None:
             lock.release()
-        if recipe.run.on_existing == "fail" and not _begun(recipe):
+        if recipe.run.on_existing == "fail" and not has_begun(recipe):
             raise ConfigError(
                 f"run.mirror={recipe.run.mirror} already holds a run named {recipe.run.name}: go "
                 "on with resume=true, or choose another run.name"
@@ -422,10 +413,6 @@ def _bring_back(recipe: Recipe, say: Callable[[str], None]) -> None:
     except BaseException:
         lock.release()
         raise
-
-
-def _begun(recipe: Recipe) -> bool:
-    return (recipe.run_dir / "config.yaml").exists()
 
 
 def _refuse_links(recipe: Recipe) -> None:

@@ -43,6 +43,7 @@ from rock_opd.models import (
     trust_code,
 )
 from rock_opd.prompt_rows import Messages, render_chat
+from rock_opd.resume import has_begun, report_resume
 from rock_opd.rocklist import read_ids
 from rock_opd.vocabulary import Vocabulary, guarded_ids
 
@@ -84,6 +85,8 @@ def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) ->
         report_run_dir(report, recipe, facts.get("student"))
     if "student" in facts and "teacher" in facts:
         report_memory(report, recipe, facts["student"], facts["teacher"])
+    if recipe.resume and not static and not report.failed:
+        report_resume(report, recipe)
     return report
 
 
@@ -195,7 +198,7 @@ def _check_parts(report: CheckReport, recipe: Recipe) -> None:
         ):
             if width > 1:
                 report.add("fail", f"{role}.tensor_parallel={width} needs GPUs, run.device is cpu")
-    taken = recipe.run_dir.joinpath("config.yaml").exists() and not recipe.resume
+    taken = has_begun(recipe) and not recipe.resume
     if taken and recipe.run.on_existing == "fail":
         report.add(
             "warn",

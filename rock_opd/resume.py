@@ -1,4 +1,4 @@
-"""What a run that goes on must have in common with the run it was."""
+"""What a run that goes on must have in common with the run it was, and what refuses it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,61 @@ from typing import Any
 
 import numpy as np
 
-from rock_opd.checkpoint import Loaded, load_checkpoint, require_same
-from rock_opd.config import Recipe
+from rock_opd.checkpoint import Loaded, list_checkpoints, load_checkpoint, require_same
+from rock_opd.config import Recipe, resolve_dtype
+from rock_opd.data import num_steps as count_steps
 from rock_opd.data import prompts_digest
-from rock_opd.inputs import Inputs
+from rock_opd.errors import ConfigError, RockOPDError
+from rock_opd.findings import CheckReport
+from rock_opd.footprint import assumed_device
+from rock_opd.inputs import Inputs, load_inputs
 from rock_opd.runlog import to_json
+
+
+def has_begun(recipe: Recipe) -> bool:
+    """Whether a run stands in the recipe's folder."""
+    return (recipe.run_dir / "config.yaml").exists()
+
+
+def require_begun(recipe: Recipe) -> None:
+    """Refuses to go on with nothing.
+
+    Raises:
+        ConfigError: no run is there, or one that saved no checkpoint.
+    """
+    if not has_begun(recipe):
+        nor = "" if recipe.run.mirror is None else f", nor does {recipe.run.mirror} one of its name"
+        raise ConfigError(
+            f"resume=true, but {recipe.run_dir} holds no run{nor}; leave it out to start one"
+        )
+    if not list_checkpoints(recipe.run_dir):
+        raise ConfigError(
+            f"resume=true, but the run in {recipe.run_dir} saved no whole checkpoint; remove the "
+            "folder or choose another run.name to start over"
+        )
+
+
+def report_resume(report: CheckReport, recipe: Recipe) -> None:
+    """What ``train`` will say of ``resume=true`` before its engines start; changes nothing."""
+    if recipe.run.mirror is not None and not (
+        has_begun(recipe) and list_checkpoints(recipe.run_dir)
+    ):
+        report.add(
+            "info", f"resume: nothing in {recipe.run_dir} yet; train looks at {recipe.run.mirror}"
+        )
+        return
+    try:
+        require_begun(recipe)
+        inputs = load_inputs(recipe)
+        dtype = resolve_dtype(recipe.student.dtype, assumed_device(recipe))
+        steps = count_steps(recipe, inputs.prompts, dtype=dtype)
+        found = goes_on_from(recipe, inputs, num_steps=steps)
+    except RockOPDError as error:
+        report.add("fail", str(error))
+        return
+    for path, why in found.refused:
+        report.add("warn", f"checkpoint {path.name}: {why}; going on from an older one")
+    report.add("ok", f"resume: goes on after step {found.step} of {steps}, {found.path}")
 
 
 def goes_on_from(recipe: Recipe, inputs: Inputs, *, num_steps: int) -> Loaded:

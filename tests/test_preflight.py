@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rock_opd.checkpoint import seal, write_state
 from rock_opd.config import Recipe
 from rock_opd.findings import CheckReport
+from rock_opd.inputs import load_inputs
 from rock_opd.preflight import check, package_findings
 from rock_opd.recipe_file import build_recipe, load_recipe
+from rock_opd.resume import fingerprints
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 GOOD_PACKAGES = {
@@ -390,6 +393,28 @@ def test_a_run_folder_in_use_is_a_warning(recipe):
     assert any("already holds a run" in w for w in of_level(check(built, static=True), "warn"))
     resumed = check(recipe("resume=true"), static=True)
     assert not any("already holds a run" in w for w in of_level(resumed, "warn"))
+
+
+def test_what_a_resume_goes_on_from_or_is_refused_for_is_told(recipe):
+    built = recipe("run.num_steps=4")
+    folder = built.run_dir / "checkpoints" / "step_000002"
+    folder.mkdir(parents=True)
+    (built.run_dir / "config.yaml").write_text("")
+    numbers = {"fingerprints": fingerprints(built, load_inputs(built), num_steps=4)}
+    seal(folder, 2, write_state(folder, numbers, {}))
+
+    def resumed(*overrides: str) -> CheckReport:
+        return check(recipe("run.num_steps=4", "resume=true", *overrides), static=False)
+
+    (told,) = [line for line in of_level(resumed(), "ok") if line.startswith("resume")]
+    assert told == f"resume: goes on after step 2 of 4, {folder}"
+    (why,) = of_level(resumed("optim.lr=0.5"), "fail")
+    assert "step_000002: optim.lr was" in why and "is 0.5" in why
+    (why,) = of_level(resumed("run.name=other"), "fail")
+    assert "holds no run" in why
+    (folder / "state.json").write_text("{}")
+    (why,) = of_level(resumed(), "fail")
+    assert "state.json has 2 bytes" in why
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
