@@ -23,7 +23,7 @@ from rock_opd.core.selection import select_types, type_score
 from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import ConfigError, DataError
 from rock_opd.occurrences import read, read_info
-from rock_opd.plots import cutoff_figure
+from rock_opd.plots.cutoff import cutoff_figure
 from rock_opd.tables import Report, Say, Track, write_table
 from rock_opd.vocabulary import guarded_ids, open_vocabulary
 

@@ -27,7 +27,7 @@ from rock_opd.core.token_stats import TokenStats
 from rock_opd.errors import ConfigError, DataError
 from rock_opd.occurrences import read, read_info
 from rock_opd.pairing import same_responses
-from rock_opd.plots import GROUP_NAMES, evolve_figure
+from rock_opd.plots.evolve import GROUP_NAMES, evolve_figure
 from rock_opd.rocklist import read_ids
 from rock_opd.tables import Report, Say, Track, write_table
 from rock_opd.vocabulary import Vocabulary, open_vocabulary, require_same_ids

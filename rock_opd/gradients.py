@@ -30,7 +30,7 @@ from rock_opd.errors import ConfigError, DataError, NumericsError
 from rock_opd.measure import deal_rollouts
 from rock_opd.models import load_config, load_tokenizer, num_real_ids, tokenizer_fingerprint
 from rock_opd.occurrences import read, read_info
-from rock_opd.plots import gradients_figure
+from rock_opd.plots.gradients import gradients_figure
 from rock_opd.rocklist import read_ids
 from rock_opd.score import Engines, ray_engines
 from rock_opd.tables import Report, Say, Track, write_table

@@ -33,7 +33,7 @@ from rock_opd.models import (
     stop_token_ids,
     tokenizer_fingerprint,
 )
-from rock_opd.plots import knockout_figure
+from rock_opd.plots.knockout import knockout_figure
 from rock_opd.rocklist import read_ids, write_ids
 from rock_opd.tables import Columns, Report, Say, Track, write_table
 

@@ -140,7 +140,7 @@ SHOWN = {
 
 def draw(path: Path, recovery: Sequence[Row], effects: Sequence[Row]) -> Path:
     """Recall of every seed by condition, and what freezing did to the other positions."""
-    from rock_opd.plots import BLUE, GREEN, ORANGE, figure
+    from rock_opd.plots.canvas import BLUE, GREEN, ORANGE, figure
 
     with figure(path, panels=2, widths=(1.35, 1.0)) as (left, right):
         conditions = list(dict.fromkeys(r["condition"] for r in recovery))

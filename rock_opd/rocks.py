@@ -30,7 +30,7 @@ from rock_opd.errors import ConfigError, DataError, ModelError
 from rock_opd.models import model_folder
 from rock_opd.occurrences import FileInfo, build_registry, read, read_info
 from rock_opd.pairing import paired
-from rock_opd.plots import rocks_figure
+from rock_opd.plots.rocks import rocks_figure
 from rock_opd.probe import reservoir_rng, window_encoder
 from rock_opd.ranking import Ranking, why_no_context
 from rock_opd.rocklist import write_ids, write_rock_vs_control

@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 
 from rock_opd.errors import DataError
-from rock_opd.plots import (
-    MAX_LABELS,
-    cutoff_figure,
-    evolve_figure,
-    figure,
-    label_points,
-    rocks_figure,
-    token_label,
-)
+from rock_opd.plots.canvas import MAX_LABELS, figure, label_points, token_label
+from rock_opd.plots.cutoff import cutoff_figure
+from rock_opd.plots.evolve import evolve_figure
+from rock_opd.plots.rocks import rocks_figure
 
 # A missing glyph or a layout that does not fit is a warning in matplotlib, and a fault here.
 pytestmark = pytest.mark.filterwarnings("error")

@@ -14,7 +14,8 @@ from rock_opd.checkpoint import seal, write_state
 from rock_opd.config import Recipe
 from rock_opd.findings import CheckReport
 from rock_opd.inputs import load_inputs
-from rock_opd.preflight import check, package_findings
+from rock_opd.packages import package_findings
+from rock_opd.preflight import check
 from rock_opd.recipe_file import build_recipe, load_recipe
 from rock_opd.resume import fingerprints
 

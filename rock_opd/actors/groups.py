@@ -17,8 +17,8 @@ import ray
 from rock_opd.actors.fleet import Fleet, Limits, Replacement
 from rock_opd.actors.placement import Placement
 from rock_opd.actors.processes import Process
+from rock_opd.actors.receivers import SyncRoute
 from rock_opd.actors.waiting import Failure, Watch, gather
-from rock_opd.actors.workers import SyncRoute
 from rock_opd.core.batching import Deal
 from rock_opd.errors import RoleError
 from rock_opd.types import Rollout, SampleRequest, StepResult, TeacherScores, TrainBatch

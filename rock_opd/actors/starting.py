@@ -13,8 +13,9 @@ from rock_opd.actors.fleet import Fleet, Limits, Replacement, spawn
 from rock_opd.actors.groups import Roles, Rollouts, Students, Teachers
 from rock_opd.actors.placement import Placement, resolve_device
 from rock_opd.actors.processes import Process
+from rock_opd.actors.receivers import SyncRoute
 from rock_opd.actors.waiting import Watch, gather
-from rock_opd.actors.workers import RolloutWorker, StudentWorker, SyncRoute, TeacherWorker
+from rock_opd.actors.workers import RolloutWorker, StudentWorker, TeacherWorker
 from rock_opd.config import Recipe, resolve_dtype
 from rock_opd.errors import RockOPDError
 

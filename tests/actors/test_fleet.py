@@ -17,8 +17,8 @@ from rock_opd.errors import DataError, RoleError, RoleLost, RoleTimeout
 ray = pytest.importorskip("ray")
 from rock_opd.actors.fleet import Fleet, Limits  # noqa: E402  (needs ray)
 from rock_opd.actors.processes import Lookout, end  # noqa: E402
+from rock_opd.actors.receivers import Receivers  # noqa: E402
 from rock_opd.actors.waiting import Stopped, Watch, collect, gather  # noqa: E402
-from rock_opd.actors.workers import _Receivers  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -215,7 +215,7 @@ def test_who_is_lost_between_two_phases_is_found_and_replaced_in_the_next(bench)
 
 def test_a_receiver_lost_during_a_sync_is_left_out_and_named(bench):
     it = bench(3)
-    receivers = _Receivers(dict(enumerate(it.fleet.handles)), 7, 30, it.fleet.watch())
+    receivers = Receivers(dict(enumerate(it.fleet.handles)), 7, 30, it.fleet.watch())
     assert receivers.ask("begin", lambda h: h.take.remote("begin")).keys() == {0, 1, 2}
     os.kill(it.fleet.processes[1].pid, signal.SIGKILL)
     assert receivers.ask("bucket", lambda h: h.take.remote("bucket")).keys() == {0, 2}
@@ -230,7 +230,7 @@ def test_a_receiver_lost_during_a_sync_is_left_out_and_named(bench):
 def test_a_receiver_that_refuses_is_an_error_after_all_were_asked(bench, tmp_path):
     it = bench(2)
     (tmp_path / "refuse_0").touch()
-    receivers = _Receivers(dict(enumerate(it.fleet.handles)), 7, 30, it.fleet.watch())
+    receivers = Receivers(dict(enumerate(it.fleet.handles)), 7, 30, it.fleet.watch())
     assert receivers.ask("bucket", lambda h: h.take.remote("bucket")) == {1: "bucket"}
     with pytest.raises(DataError, match=r"rollout worker 0 .*another checksum"):
         receivers.check()
