@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -48,15 +48,14 @@ from rock_opd.evaluate import (
 from rock_opd.faultlog import FaultLog, Restart
 from rock_opd.inputs import Inputs, build_policy
 from rock_opd.keeper import Keeper
+from rock_opd.masklog import MaskLog
 from rock_opd.measure import Measured, deal_rollouts, measure, naming_the_teacher
 from rock_opd.probe import context_facts, reservoir_rng
 from rock_opd.progress import Progress, StepLine
-from rock_opd.ranking import why_nothing
 from rock_opd.resume import fingerprints, goes_on_from
-from rock_opd.runlog import OccurrenceLog, top_types, type_rows
+from rock_opd.runlog import OccurrenceLog
 from rock_opd.sampling import sample_answers, sample_requests
 from rock_opd.types import (
-    FreezeMask,
     Prompt,
     Rollout,
     StepResult,
@@ -65,9 +64,6 @@ from rock_opd.types import (
     TokenWeights,
     TrainBatch,
 )
-
-if TYPE_CHECKING:
-    pass
 
 ROLES_OF_PHASE = {
     "probe": ("teacher",),
@@ -134,6 +130,9 @@ class Coordinator:
         self.log, self._journal = self._keeper.open(
             resume_step=None if resumed is None else self.state.step,
             fingerprint=digest(json.dumps(self._fingerprints, sort_keys=True).encode()),
+        )
+        self._masks = MaskLog(
+            self.recipe, self.inputs, self.registry, self.policy, self.log, self.progress
         )
         if resumed is not None:
             self.log.event(
@@ -205,9 +204,11 @@ class Coordinator:
         old, due = self.policy.mask, self.policy.is_due(step)
         mask = self.policy.refresh(step, self.registry)
         if mask is not None:
-            self._tell_mask(old, mask, step)
+            self._masks.tell(old, mask, step)
         if due:
-            self._tell_empty(step)
+            state.nothing_frozen = self._masks.tell_empty(
+                step, context=self._context, last=state.nothing_frozen
+            )
         weights = self.policy.weights(
             signals, self.policy.mask, rng=audit_rng(recipe.run.seed, step)
         )
@@ -378,61 +379,6 @@ class Coordinator:
             )
             self.log.event("alarm", step, metric=alarm.metric, value=alarm.value, bound=alarm.bound)
 
-    def _tell_mask(self, old: FreezeMask, mask: FreezeMask, step: int) -> None:
-        """A new mask version: who froze, who thawed, with the numbers that decided it."""
-        if abs(mask.residual) > 0.05:
-            self.progress.say(
-                f"step {step}: the random control leaves {mask.residual:.0%} of the rocks' "
-                "occurrences unmatched; too few other types occur"
-            )
-        for kind, ids in (
-            ("freeze", np.setdiff1d(mask.frozen_ids, old.frozen_ids)),
-            ("thaw", np.setdiff1d(old.frozen_ids, mask.frozen_ids)),
-        ):
-            if len(ids):
-                self.log.event(
-                    kind,
-                    step,
-                    version=mask.version,
-                    lam=mask.lam,
-                    num_frozen=len(mask.frozen_ids),
-                    residual=mask.residual,
-                    types=self._type_rows(ids),
-                )
-
-    def _tell_empty(self, step: int) -> None:
-        """Why this selection froze nothing; on the screen once for several in a row."""
-        why = why_nothing(
-            self.policy.mask,
-            self.registry,
-            self.recipe.policy,
-            self.inputs.guard_ids,
-            self._context,
-        )
-        if why is not None:
-            self.log.event("empty", step, reason=why)
-            if self.state.nothing_frozen is None:
-                self.progress.say(f"step {step}: nothing is frozen: {why}")
-        self.state.nothing_frozen = why
-
-    def _why_nothing(self) -> str | None:
-        """Why the whole run froze nothing; None where it did, or was not to."""
-        policy, state = self.recipe.policy, self.state
-        if policy.name == "all" or any(state.frozen_share):
-            return None
-        if len(self.policy.mask.frozen_ids):
-            return f"the {len(self.policy.mask.frozen_ids)} types to freeze did not occur"
-        if policy.name != "list" and state.step <= policy.warmup_steps:
-            return (
-                f"types are chosen after policy.warmup_steps={policy.warmup_steps} steps, and "
-                f"{state.step} were made"
-            )
-        return state.nothing_frozen
-
-    def _type_rows(self, ids: np.ndarray) -> list[dict[str, Any]]:
-        score = self.recipe.policy.score
-        return type_rows(self.registry, ids, score=score, tokenizer=self.inputs.tokenizer)
-
     def _push_weights(self) -> bool:
         """Brings the rollout workers to the trainer's version; False when the run has none."""
         if self.roles.rollouts is None:
@@ -543,8 +489,8 @@ class Coordinator:
             "phase_s": state.seconds,
             "frozen_share": state.frozen_share,
             "mask_version": self.policy.mask.version,
-            "nothing_frozen": self._why_nothing(),
-            **self._top_types(20),
+            "nothing_frozen": self._masks.why_nothing(state),
+            **self._masks.top_types(20),
             **heldout_summary(None, None, frozen=np.zeros(0, bool), seed=recipe.run.seed),
         }
         if not whole:
@@ -569,16 +515,6 @@ class Coordinator:
         self._keeper.finish_mirror()
         self._keeper.require_end(self.state.step, missing)
         return summary
-
-    def _top_types(self, num: int) -> dict[str, Any]:
-        """The types of highest score, the one in force, with whether they are frozen now."""
-        score, ids = top_types(self.registry, num, score=self.recipe.policy.score)
-        rows = type_rows(self.registry, ids, score=score, tokenizer=self.inputs.tokenizer)
-        frozen = np.isin(ids, self.policy.mask.frozen_ids)
-        return {
-            "rocks_by": score,
-            "rocks": [row | {"frozen": bool(f)} for row, f in zip(rows, frozen, strict=True)],
-        }
 
     def _before_and_after(self) -> dict[str, str] | None:
         """One held-out prompt, answered by the starting and by the trained student with the same

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from rock_opd.config import LogConfig, Recipe
-from rock_opd.core.registry import Registry
 from rock_opd.durable import json_object, storing
 from rock_opd.errors import DataError, StorageError
 from rock_opd.measure import Measured
@@ -253,54 +252,6 @@ class OccurrenceLog:
                 file.write(rows)
         except DataError as error:  # of this writer: a place that takes no more
             raise StorageError(str(error)) from None
-
-
-def top_types(registry: Registry, num: int, *, score: str) -> tuple[str, np.ndarray]:
-    """The seen types of highest score, best first, those not above 0 left out.
-
-    Args:
-        score: ``policy.score``; where the CCR that ``rock_ctx`` needs was never measured, ``rock``
-            stands in.
-
-    Returns:
-        The score they are ordered by; int64 ids, at most ``num``.
-    """
-    if score == "rock_ctx" and registry.ccr is None:
-        score = "rock"
-    values = np.where(registry.stats.count > 0, registry.score(score), np.nan)
-    ids = np.argsort(-values, kind="stable")[:num]  # unknown ones come last
-    return score, ids[values[ids] > 0]
-
-
-def type_rows(
-    registry: Registry, ids: np.ndarray, *, score: str, tokenizer: Any
-) -> list[dict[str, Any]]:
-    """What is known of some token types, one row each, as events and the summary hold it.
-
-    ``score`` is the one of that name (``policy.score``), ``R`` the Rock Score, ``rank`` the place
-    by ``score`` among all types, from 1. Unknown numbers are NaN, an unknown rank None.
-    """
-    unknown = np.full(registry.num_types, np.nan)
-    ccr = unknown if registry.ccr is None else registry.ccr
-    ranked_by = unknown if score == "rock_ctx" and ccr is unknown else registry.score(score)
-    rank = np.empty(registry.num_types, np.int64)
-    rank[np.argsort(-ranked_by, kind="stable")] = np.arange(1, registry.num_types + 1)
-    columns = {
-        "count": registry.stats.count,
-        "mean_kl": registry.mean_loss(),
-        "score": ranked_by,
-        "R": registry.score(),
-        "ccr": ccr,
-    }
-    return [
-        {
-            "id": int(i),
-            "text": tokenizer.decode([int(i)]),
-            **{column: float(values[i]) for column, values in columns.items()},
-            "rank": int(rank[i]) if np.isfinite(ranked_by[i]) else None,
-        }
-        for i in ids
-    ]
 
 
 def _drop_after(path: Path, step: int) -> int:
