@@ -6,6 +6,7 @@ import difflib
 import io
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -198,12 +199,15 @@ def build_recipe(
     where: str = "recipe",
     needed: tuple[str, ...] = NEEDED,
     defaults: tuple[str, ...] = (),
+    settle: Callable[[DictConfig], None] | None = None,
 ) -> Recipe:
     """Builds and checks a recipe.
 
     Args:
         needed: which of ``NEEDED`` must be given; the others may be missing, and are then "".
         defaults: other values than the schema's, as ``section.key=value``, for what is not given.
+        settle: sets keys that follow from others, in the whole recipe with all types right, before
+            it is checked.
 
     Raises:
         ConfigError: an unknown key (naming the nearest known one), a wrong type, a value out of
@@ -224,6 +228,8 @@ def build_recipe(
         merged = OmegaConf.merge(schema, _dotlist([*defaults]), *layers)
         if merged.student.from_run is not None:
             merged.student.model = str(Path(merged.student.from_run) / "model")
+        if settle is not None:
+            settle(merged)
         for name in NEEDED:
             section, key = name.split(".")
             missing = OmegaConf.is_missing(merged[section], key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,22 @@ from omegaconf import OmegaConf
 from verl_configs import compose, distillation_args
 
 from rock_opd.config import Recipe
+from rock_opd.core.alarms import FIXED
+from rock_opd.core.schedule import learning_rate
 from rock_opd.errors import ConfigError
-from rock_opd.integrations.verl.recipe import KEYS, key_table, recipe_from_verl
+from rock_opd.integrations.verl.keys import KEYS, key_table
+from rock_opd.integrations.verl.names import VerlNames
+from rock_opd.integrations.verl.recipe import recipe_from_verl, with_warmup
 from rock_opd.integrations.verl.unread import unread_keys, verl_defaults
 from rock_opd.integrations.verl.unsupported import ONLY, refusal_table
 
 ROOT = Path(__file__).parents[2]
 ARGS = distillation_args(Path("checkpoints/demo/tiny"))
+
+
+OPTIM = "actor_rollout_ref.actor.optim"
+COSINE = (f"{OPTIM}.lr_scheduler_type=cosine", f"{OPTIM}.min_lr_ratio=0.1")
+HF = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
 
 def recipe(*more: str) -> Recipe:
@@ -54,14 +64,78 @@ def test_the_keys_of_a_verl_command_reach_the_recipe():
 
 def test_the_constant_rate_of_verl_is_a_cosine_that_does_not_fall():
     assert recipe().optim.min_lr == recipe().optim.lr == 1e-3
-    cosine = recipe(
-        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=5",
-        "trainer.total_training_steps=20",
+    assert recipe(*COSINE).optim.min_lr == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-4])
+def test_the_shape_of_the_schedule_is_kept_under_another_rate_of_the_block(lr):
+    override = f"+rock_opd.optim.lr={lr}"
+    assert recipe(override).optim.min_lr == recipe(override).optim.lr == lr
+    assert recipe(override, *COSINE).optim.min_lr == pytest.approx(lr / 10)
+    assert recipe("+rock_opd.optim.min_lr=1e-5", *COSINE).optim.min_lr == 1e-5
+
+
+def test_what_follows_from_other_keys_follows_from_the_block_where_that_sets_them():
+    longer = recipe("+rock_opd.rollout.max_new_tokens=100")
+    assert longer.student.micro_batch_tokens == 4 * (64 + 100)
+    seldom = recipe("+rock_opd.checkpoint.every=5", "+rock_opd.checkpoint.keep_last=2", HF)
+    assert (seldom.checkpoint.save_hf_every, seldom.checkpoint.keep_hf) == (5, 2)
+    graded = recipe("+rock_opd.eval.every=5", "data.val_files=val.parquet")
+    assert graded.eval.problems == "val.parquet"
+    ordered = recipe("+rock_opd.data.shuffle=false", "data.train_max_samples=3")
+    assert ordered.data.limit == 3
+    on_gpus = [a for a in ARGS if not a.startswith("+rock_opd.run.device")]
+    wide = ["trainer.n_gpus_per_node=4", "distillation.n_gpus_per_node=4"]
+    wide += ["+rock_opd.rollout.tensor_parallel=2", "+rock_opd.teacher.tensor_parallel=4"]
+    found = recipe_from_verl(compose([*on_gpus, *wide]))
+    assert (found.rollout.num_workers, found.teacher.num_replicas) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+@pytest.mark.parametrize(("num_steps", "ratio"), [(10, 0.15), (100, 0.029), (7, 0.5), (29, 0.3)])
+def test_the_warm_up_is_as_long_as_verls_and_the_rates_behind_it_are_the_same(
+    kind, num_steps, ratio
+):
+    import torch
+    from verl.utils import torch_functional as verl
+
+    config = compose(
+        [*ARGS, f"{OPTIM}.lr_scheduler_type={kind}", f"{OPTIM}.lr_warmup_steps_ratio={ratio}"]
     )
-    assert cosine.optim.min_lr == pytest.approx(1e-4)
-    assert cosine.optim.warmup_ratio == 5 / 20
+    optim = with_warmup(recipe_from_verl(config), config, num_steps=num_steps).optim
+    plain = torch.optim.SGD([torch.zeros(1)], lr=optim.lr)
+    warmup = int(ratio * num_steps)
+    schedule = (
+        verl.get_constant_schedule_with_warmup(plain, warmup)
+        if kind == "constant"
+        else verl.get_cosine_schedule_with_warmup(plain, warmup, num_steps)
+    )
+    for update in range(num_steps):
+        ours = learning_rate(
+            update,
+            num_updates=num_steps,
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            warmup_ratio=optim.warmup_ratio,
+        )
+        if update < warmup:
+            assert ours == pytest.approx(optim.lr * (update + 1) / (warmup + 1))
+        else:
+            assert ours == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
+        plain.step()
+        schedule.step()
+
+
+def test_the_warm_up_in_steps_is_of_the_steps_that_the_run_has():
+    config = compose([*ARGS, f"{OPTIM}.lr_warmup_steps=2"])  # by epochs: nobody said how many
+    for num_steps in (4, 20):
+        found = with_warmup(recipe_from_verl(config), config, num_steps=num_steps)
+        assert found.optim.warmup_ratio * num_steps == 2
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps=2 .*the run has 1 steps"):
+        with_warmup(recipe_from_verl(config), config, num_steps=1)
+    config = compose([*ARGS, f"{OPTIM}.lr_warmup_steps=2", "+rock_opd.optim.warmup_ratio=0.25"])
+    found = with_warmup(recipe_from_verl(config), config, num_steps=20)
+    assert found.optim.warmup_ratio == 0.25
 
 
 @pytest.mark.parametrize(
@@ -126,6 +200,17 @@ def test_a_loss_without_an_equal_is_refused_and_what_to_take_instead_is_said(mod
     assert f"distillation_loss.loss_mode={mode} is not supported by rock_opd: " in text
 
 
+@pytest.mark.parametrize("where", ["actor_rollout_ref.", "+rock_opd."])
+def test_the_reverse_kl_of_logits_that_verl_divides_by_a_temperature_is_refused(where):
+    override = f"{where}rollout.temperature=0.7"
+    mode = "distillation.distillation_loss.loss_mode=rock_reverse_kl_topk"
+    assert f"{override} is not supported by rock_opd: with loss_mode=rock" in refusal(
+        mode, override
+    )
+    ours = ("+rock_opd.loss.divergence=reverse_kl", "+rock_opd.teacher.payload=topk_tail")
+    assert recipe(mode, override, *ours).rollout.temperature == 0.7
+
+
 def test_the_block_of_overrides_goes_before_verls_keys():
     found = recipe(
         "distillation.distillation_loss.loss_mode=k3",  # has no equal, and is not asked
@@ -139,7 +224,7 @@ def test_the_block_of_overrides_goes_before_verls_keys():
 
 
 def test_a_wrong_key_of_the_block_names_the_nearest():
-    assert "did you mean 'policy.top_k'" in refusal("+rock_opd.policy.topk=3")
+    assert "did you mean '+rock_opd.policy.top_k'" in refusal("+rock_opd.policy.topk=3")
     assert "trainer.default_local_dir" in refusal("+rock_opd.run.name=mine")
 
 
@@ -168,17 +253,119 @@ REFUSED = {
     "trainer.default_hdfs_dir=hdfs://x": "+rock_opd.run.mirror",
     "+data.apply_chat_template_kwargs.tools=x": "apply_chat_template_kwargs.tools=x",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=linear": "lr_scheduler_type=linear",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=5": "lr_warmup_steps=5",
+    "actor_rollout_ref.actor.optim.optimizer_impl=bitsandbytes.optim": "optimizer_impl=bitsand",
+    "+distillation.teacher_models.math.model_path=x": "math.inference.tensor_model_parallel_size",
 }
 
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(override):
     more = [override]
-    if override.startswith("+distillation.teacher_models"):
+    if override.startswith("+distillation.teacher_models={"):
         more = [f"+distillation.teacher_models.{n}.model_path={n}" for n in ("a", "b")]
     text = refusal(*more)
     assert text.startswith("verl config: ") and REFUSED[override] in text
+
+
+TOPK = "distillation.distillation_loss.loss_mode=rock_reverse_kl_topk"
+DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=true"
+TEACHER = "distillation.teacher_models.teacher_model"
+WRONG = [
+    (f"{OPTIM}.lr", "abc"),
+    (f"{OPTIM}.lr", "null"),
+    (f"{OPTIM}.betas", "0.9"),
+    (f"{OPTIM}.betas", "null"),
+    (f"{OPTIM}.lr_warmup_steps", "abc"),
+    (f"{OPTIM}.lr_warmup_steps_ratio", "abc"),
+    (f"{OPTIM}.min_lr_ratio", "abc", *COSINE[:1]),
+    (f"{OPTIM}.override_optimizer_config", "abc"),
+    ("trainer.nnodes", "null"),
+    ("trainer.n_gpus_per_node", "abc"),
+    ("trainer.n_gpus_per_node", "0"),
+    ("trainer.save_freq", "abc"),
+    ("trainer.save_freq", "2.5"),
+    ("trainer.total_training_steps", "2.7"),
+    ("trainer.total_epochs", "2.5"),
+    ("trainer.max_actor_ckpt_to_keep", "true"),
+    ("trainer.default_local_dir", "null"),
+    ("data.train_files", "null"),
+    ("data.max_prompt_length", "null"),
+    ("data.max_response_length", "abc"),
+    ("distillation.distillation_loss.topk", "abc", TOPK),
+    ("distillation.distillation_loss.topk", "0", TOPK),
+    ("distillation.distillation_loss.topk", "null", TOPK),
+    ("distillation.n_gpus_per_node", "abc"),
+    ("distillation.teacher_models", "abc"),
+    (f"{TEACHER}.inference.max_num_seqs", "abc"),
+    (f"{TEACHER}.model_path", "5"),
+    ("actor_rollout_ref.model.path", "5"),
+    ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "abc"),
+    ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "null", DYNAMIC),
+    ("actor_rollout_ref.actor.checkpoint.load_contents", "5"),
+    ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes", "null"),
+    (
+        "actor_rollout_ref.rollout.val_kwargs.temperature",
+        "null",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: "=".join(wrong[:2]))
+def test_a_value_of_a_wrong_type_is_one_line_with_verls_key_and_the_value(wrong):
+    key, value, *more = wrong
+    text = refusal(*more, f"{key}={value}")
+    said = {"null": "None|not Optional", "true": "True"}.get(value, value)
+    assert re.match(rf"verl config: {re.escape(key)}[=: ]", text), text
+    assert re.search(said, text) or "a list is expected" in text, text
+
+
+def test_a_table_that_no_loss_reads_may_have_no_size():
+    assert (
+        recipe("distillation.distillation_loss.topk=null").teacher.top_k == Recipe().teacher.top_k
+    )
+
+
+SAID = {
+    FIXED["rollout/truncated_share"][1]: "raise data.max_response_length, or see",
+    "row 3 is too long (data.on_bad_row=skip leaves such rows out)": "(data.filter_overlong_prompts"
+    "=true leaves such rows out)",
+    "(rollout.max_prompt_tokens + the longest answer)": "(data.max_prompt_length + the longest",
+    "start over under another run.name": "start over under another trainer.default_local_dir",
+    "teacher.max_num_seqs is too high": f"{TEACHER}.inference.max_num_seqs is too high",
+    "set optim.max_bad_steps": "set +rock_opd.optim.max_bad_steps",
+    "student.micro_batch_tokens=3": "(in verl: student.micro_batch_tokens is actor_rollout_ref."
+    "actor.ppo_max_token_len_per_gpu, with",
+    "set student.dtype.": "set actor_rollout_ref.actor.deepspeed.dtype.",
+    "policy.top_k is low": "+rock_opd.policy.top_k is low",
+}
+
+
+@pytest.mark.parametrize("ours", SAID)
+def test_a_message_names_what_a_verl_user_sets(ours):
+    names = VerlNames(compose(ARGS))
+    assert SAID[ours] in names(ours)
+    assert SAID[ours] in names(names(ours)) and "<teacher>" not in names(ours)
+
+
+def test_a_message_about_a_key_that_the_block_sets_names_the_block():
+    names = VerlNames(compose([*ARGS, "+rock_opd.rollout.max_new_tokens=9"]))
+    assert names("raise rollout.max_new_tokens") == "raise +rock_opd.rollout.max_new_tokens"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "+rock_opd.policy.top_k",
+        "/runs/run.name/log.txt",
+        "self.run.dir",
+        "step 3: train/kl_mean is 0.1",
+        "optim.learning",
+    ],
+)
+def test_what_is_no_key_of_a_recipe_stays_as_it_is(text):
+    assert VerlNames(compose(ARGS))(text) == text
 
 
 def test_on_gpus_all_roles_take_turns_on_the_trainers():

@@ -311,7 +311,17 @@ def test_the_signals_are_of_sampled_tokens_alone():
     [
         ("+rock_opd.student.zero_stage=3", "student.zero_stage is not read"),
         ("+rock_opd.policy.score=rock_ctx", "needs the probe set"),
+        ("+rock_opd.resume=true", "resume is not read"),
+        ("+rock_opd.policy=all", "policy must be a mapping"),
+        ("+rock_opd.policy=null", "policy must be a mapping"),
+        ("+rock_opd=all", "rock_opd must be a mapping"),
         ("distillation.distillation_loss.loss_mode=k2", "take rock_k2"),
+        ("distillation.distillation_loss.loss_mode=kl", "take rock_k1"),
+        ("distillation.distillation_loss.loss_mode=mse", "take rock_k2"),
+        ("distillation.distillation_loss.loss_mode=abs", "take one of rock_k1, "),
+        ("distillation.distillation_loss.loss_mode=rock_foo", "got rock_foo: take one of rock_k1"),
+        ("actor_rollout_ref.model.path=null", r"actor_rollout_ref\.model\.path is missing"),
+        ("+rock_opd.policy.score=best", r"\+rock_opd\.policy\.score must be one of"),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "normalizer=kept needs"),
     ],
 )

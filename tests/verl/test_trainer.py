@@ -15,15 +15,17 @@ from verl_configs import compose, distillation_args
 
 from rock_opd.checkpoint import list_checkpoints, seal
 from rock_opd.config import Recipe
+from rock_opd.core.alarms import FIXED
 from rock_opd.driver import START_ATTEMPTS
 from rock_opd.durable import file_facts
-from rock_opd.errors import ConfigError, DataError
+from rock_opd.errors import ConfigError, DataError, RockOPDError
 from rock_opd.integrations.verl.checkpoints import StepFolders, settle_resume
 from rock_opd.integrations.verl.recipe import epochs_cover, recipe_from_verl
 from rock_opd.integrations.verl.rows import RowFollower
 from rock_opd.recipe_file import recipe_yaml
 from rock_opd.runlock import claim
 
+OPTIM = "actor_rollout_ref.actor.optim"
 HF = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
 
@@ -204,8 +206,58 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path, tiny_models):
 def test_steps_beyond_the_epochs_are_refused(tmp_path, tiny_models):
     recipe = make_recipe(tmp_path, tiny_models, "trainer.total_training_steps=5")
     epochs_cover(recipe, 5)
-    with pytest.raises(ConfigError, match="set total_epochs=3"):
+    with pytest.raises(ConfigError, match=r"num_epochs=1 .* set run\.num_epochs=3"):
         epochs_cover(recipe, 2)
+
+
+# --- the trainer itself ---------------------------------------------------------------------------
+
+
+def make_trainer(folder: Path, tiny: Path, *more: str):
+    from rock_opd.integrations.verl.trainer import RockOPDTrainer
+
+    verl_rows(folder / "train.parquet", tiny, 16)
+    args = distillation_args(
+        folder,
+        student=tiny / "student",
+        teacher=tiny / "teacher",
+        train_files=folder / "train.parquet",
+    )
+    return RockOPDTrainer(compose([*args, *more]))
+
+
+def test_the_warm_up_is_counted_in_the_steps_that_the_data_gives(tmp_path, tiny_models):
+    trainer = make_trainer(tmp_path, tiny_models, f"{OPTIM}.lr_warmup_steps_ratio=0.3")
+    trainer.init()
+    let_go(trainer.recipe)
+    assert trainer.recipe.optim.warmup_ratio == 1 / 4  # int(0.3 x 4 steps)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.max_prompt_length=4", "(data.filter_overlong_prompts=true leaves such rows out)"),
+        ("data.max_response_length=100000", "(data.max_prompt_length + the longest answer)"),
+        ("trainer.total_training_steps=5", "trainer.total_epochs=1 is not supported"),
+        (
+            "+rock_opd.run.num_steps=5",
+            "of +rock_opd.run.num_steps=5 steps; set trainer.total_epochs=2",
+        ),
+    ],
+)
+def test_an_error_after_the_config_was_accepted_names_verls_keys_too(
+    override, said, tmp_path, tiny_models
+):
+    trainer = make_trainer(tmp_path, tiny_models, override, "data.filter_overlong_prompts=false")
+    with pytest.raises(RockOPDError) as error:
+        trainer.init()
+    assert said in str(error.value)
+
+
+def test_an_alarm_names_verls_keys(tmp_path, tiny_models, capsys):
+    trainer = make_trainer(tmp_path, tiny_models)
+    trainer._say(f"step 4: alarm: {FIXED['rollout/truncated_share'][1]}")
+    assert "limit: raise data.max_response_length, or" in capsys.readouterr().out
 
 
 # --- loggers --------------------------------------------------------------------------------------
@@ -422,6 +474,7 @@ def test_main_ppo_trains_saves_and_goes_on(tmp_path, tiny_models):
     second = main_ppo(tmp_path, tiny_models, HF)
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
     assert "going on from step 2" in second.stdout
+    assert "limit: raise data.max_response_length, or see" in second.stdout
     again = [json.loads(line) for line in logged.read_text().splitlines()]
     assert [row["step"] for row in again] == [1, 2, 3, 4] and again[:2] == rows
     names = ("actor/loss", "actor/grad_norm", "actor/lr", "timing_s/step", "train/kl_mean")

@@ -13,6 +13,7 @@ Shape letters: ``N`` sampled tokens of all sequences laid flat.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,19 @@ from rock_opd.errors import ConfigError, DataError
 from rock_opd.inputs import listed_types
 from rock_opd.integrations.verl import plugin
 from rock_opd.integrations.verl.adapters import by_response, from_tensordict, teacher_scores
+from rock_opd.integrations.verl.loss_modes import ALIAS
 from rock_opd.integrations.verl.losses import check_normalizer, weight_fields
+from rock_opd.integrations.verl.names import VerlNames
 from rock_opd.integrations.verl.registry import NAMED, RegistryActor, StepWeights, check_policy
-from rock_opd.integrations.verl.unsupported import LOSS, TRAINER, WHERE, get, teacher_entry
+from rock_opd.integrations.verl.unsupported import (
+    LOSS,
+    MODEL,
+    TRAINER,
+    WHERE,
+    get,
+    overrides,
+    teacher_path,
+)
 from rock_opd.models import num_real_ids, tokenizer_fingerprint
 from rock_opd.recipe_file import build_recipe
 from rock_opd.runlog import to_json
@@ -47,6 +58,7 @@ from rock_opd.vocabulary import Vocabulary
 MODE = "rock_opd_sync"
 ANSWER_S = 600.0
 """Longest wait for the registry actor: it adds up columns as long as the vocabulary."""
+LOSS_MODES = next(part.names for part in plugin.PARTS if part.name == "losses")
 READ_HERE = ("policy", "loss.normalizer", "run.seed")
 FIELDS = (
     *("uid", "prompts", "responses", "input_ids", "response_mask", "old_log_probs"),
@@ -61,33 +73,48 @@ def mask_recipe(config: DictConfig) -> Recipe:
         ConfigError: a key that is not read here, a policy that needs more than a verl batch holds,
             or a loss that reads no weights.
     """
-    block = OmegaConf.to_container(get(config, TRAINER) or OmegaConf.create({}), resolve=True)
-    given = {f"{part}.{key}" for part, keys in block.items() for key in dict(keys)}
-    for name in sorted(given):
-        if not name.startswith("policy.") and name not in READ_HERE:
+    block = overrides(config)
+    for name in sorted(_keys(block)):
+        if name.partition(".")[0] != "policy" and name not in READ_HERE:
             raise ConfigError(
                 f"{WHERE}: +{TRAINER}.{name} is not read by trainer_mode={MODE}, whose engines are "
                 f"verl's: it reads {', '.join(READ_HERE)}"
             )
     models = {
-        "student": {"model": str(config.actor_rollout_ref.model.path)},
-        "teacher": {"model": str(teacher_entry(config).model_path)},
+        "student": {"model": get(config, f"{MODEL}.path") or ""},
+        "teacher": {"model": get(config, f"{teacher_path(config)}.model_path")},
     }
     needed = ("student.model", "teacher.model")
-    recipe = build_recipe({**block, **models}, [], where=WHERE, needed=needed)
-    check_policy(recipe.policy)
-    mode = str(get(config, f"{LOSS}.loss_mode"))
-    if not get(config, "distillation.enabled") or not mode.startswith("rock_"):
-        raise ConfigError(
-            f"{WHERE}: trainer_mode={MODE} needs distillation.enabled=true and a loss_mode of "
-            f"rock_opd, got {mode}: verl's own losses read no token_weights; take rock_{mode}"
+    with VerlNames(config).spoken():
+        recipe = build_recipe(
+            OmegaConf.merge(block, OmegaConf.create(models)), [], where=WHERE, needed=needed
         )
+        check_policy(recipe.policy)
+    _refuse_other_losses(config)
     check_normalizer(
         recipe.loss.normalizer,
         loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
         use_task_rewards=bool(get(config, f"{LOSS}.use_task_rewards")),
     )
     return recipe
+
+
+def _keys(block: DictConfig) -> Iterator[str]:
+    for part in block:
+        keys = block[part] if isinstance(block[part], DictConfig) else ()
+        yield from (f"{part}.{key}" for key in keys) if keys else (part,)
+
+
+def _refuse_other_losses(config: DictConfig) -> None:
+    mode = str(get(config, f"{LOSS}.loss_mode"))
+    if get(config, "distillation.enabled") and mode in LOSS_MODES:
+        return
+    ours = f"rock_{ALIAS.get(mode, mode)}"
+    raise ConfigError(
+        f"{WHERE}: trainer_mode={MODE} needs distillation.enabled=true and a loss_mode that reads "
+        f"token_weights, got {mode}: take "
+        + (ours if ours in LOSS_MODES else f"one of {', '.join(LOSS_MODES)}")
+    )
 
 
 def batch_signals(data: TensorDict) -> tuple[StepSignals, list[Rollout], float]:

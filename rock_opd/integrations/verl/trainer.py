@@ -27,7 +27,8 @@ from rock_opd.errors import PlacementError
 from rock_opd.inputs import load_inputs
 from rock_opd.integrations.verl import plugin
 from rock_opd.integrations.verl.checkpoints import StepFolders, settle_resume
-from rock_opd.integrations.verl.recipe import epochs_cover, recipe_from_verl
+from rock_opd.integrations.verl.names import VerlNames
+from rock_opd.integrations.verl.recipe import epochs_cover, recipe_from_verl, with_warmup
 from rock_opd.integrations.verl.rows import RowFollower
 from rock_opd.integrations.verl.unread import unread_keys, verl_defaults
 from rock_opd.integrations.verl.unsupported import TRAINER
@@ -53,9 +54,10 @@ class RockOPDTrainer(PPOTrainer):
             ConfigError: a setting that cannot be honoured.
         """
         self.config = config
+        self._names = VerlNames(config)
         recipe = recipe_from_verl(config)
         if unread := unread_keys(config, verl_defaults(config.model_engine)):
-            _say(f"set, and not read by {TRAINER}: {', '.join(unread)}")
+            print(f"set, and not read by {TRAINER}: {', '.join(unread)}", flush=True)
         with open_dict(config):  # read by the task runner once the trainer is up
             config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = (
                 f"{NoAgentLoop.__module__}.{NoAgentLoop.__qualname__}"
@@ -74,17 +76,19 @@ class RockOPDTrainer(PPOTrainer):
                 "trainer.device=cuda, and no node of the cluster offers a GPU to Ray; to train on "
                 "CPUs: +rock_opd.run.device=cpu"
             )
-        self._inputs = load_inputs(self.recipe)
-        self._steps_per_epoch = self._inputs.prompts.steps_per_epoch(
-            self.recipe.rollout.prompts_per_step
-        )
-        epochs_cover(self.recipe, self._steps_per_epoch)
-        recipe = settle_resume(
-            self.recipe,
-            mode=self.config.trainer.resume_mode,
-            path=self.config.trainer.resume_from_path,
-        )
-        self.recipe = settle_run_dir(recipe, say=_say)
+        with self._names.spoken():
+            self._inputs = load_inputs(self.recipe)
+            prompts = self._inputs.prompts
+            self._steps_per_epoch = prompts.steps_per_epoch(self.recipe.rollout.prompts_per_step)
+            epochs_cover(self.recipe, self._steps_per_epoch)
+            dtype = resolve_dtype(self.recipe.student.dtype, self.recipe.run.device)
+            self._num_steps = num_steps(self.recipe, prompts, dtype=dtype)
+            recipe = settle_resume(
+                with_warmup(self.recipe, self.config, num_steps=self._num_steps),
+                mode=self.config.trainer.resume_mode,
+                path=self.config.trainer.resume_from_path,
+            )
+            self.recipe = settle_run_dir(recipe, say=self._say)
 
     def get_llm_client(self) -> None:
         """None: our coordinator asks its own workers."""
@@ -114,31 +118,32 @@ class RockOPDTrainer(PPOTrainer):
             recipe,
             self.logger,
             steps_per_epoch=self._steps_per_epoch,
-            num_steps=num_steps(
-                recipe,
-                self._inputs.prompts,
-                dtype=resolve_dtype(recipe.student.dtype, recipe.run.device),
-            ),
+            num_steps=self._num_steps,
             done=done,
         )
         folders = StepFolders(recipe)
         if recipe.resume:
-            _say(f"going on from step {done}")
+            self._say(f"going on from step {done}")
 
         def show(progress: Progress) -> None:
             for line in progress.lines:
-                _say(str(line))
+                self._say(str(line))
             rows.follow()
             self._publish(folders)
 
         try:
-            with Wish(recipe.run.grace_s) as wish:
+            with self._names.spoken(), Wish(recipe.run.grace_s) as wish:
                 summary = supervise(CoordinatorActor, recipe, self._inputs, wish=wish, show=show)
         finally:
             rows.finish()
             self._publish(folders, final=True)
         if not summary["finished"]:
-            _say(f"stopped after step {summary['num_steps']}; the same command goes on from there")
+            self._say(
+                f"stopped after step {summary['num_steps']}; the same command goes on from there"
+            )
+
+    def _say(self, text: str) -> None:
+        print(self._names(text), flush=True)
 
     def _publish(self, folders: StepFolders, *, final: bool = False) -> None:
         for step, folder in folders.publish(final=final):
@@ -151,10 +156,6 @@ class RockOPDTrainer(PPOTrainer):
 
     def on_sample_end(self) -> None:
         """As ``on_step_end``."""
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def register() -> None:

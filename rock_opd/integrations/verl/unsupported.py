@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rock_opd.errors import ConfigError
 
@@ -29,6 +29,47 @@ def not_supported(key: str, value: Any, supported: str) -> ConfigError:
 
 def get(config: DictConfig, key: str, default: Any = None) -> Any:
     return OmegaConf.select(config, key, default=default)
+
+
+def overrides(config: DictConfig) -> DictConfig:
+    """The block ``rock_opd``: keys of our recipes; empty where there is none.
+
+    Raises:
+        ConfigError: something else than keys with values.
+    """
+    block = get(config, TRAINER)
+    block = OmegaConf.to_container(block, resolve=True) if isinstance(block, DictConfig) else block
+    if not isinstance(block or {}, dict):
+        raise ConfigError(
+            f"{WHERE}: {TRAINER} must be a mapping, such as +{TRAINER}.policy.name=all"
+        )
+    return OmegaConf.create(block or {})
+
+
+def section(config: DictConfig, key: str) -> DictConfig:
+    """What stands below a key; empty where it is null or absent.
+
+    Raises:
+        ConfigError: a value where keys belong.
+    """
+    value = get(config, key)
+    if value is None:
+        return OmegaConf.create({})
+    if not isinstance(value, DictConfig):
+        raise ConfigError(f"{WHERE}: {key}={value}: expected keys with values below it")
+    return value
+
+
+def listed(config: DictConfig, key: str) -> list[Any]:
+    """What a list holds; nothing where it is null or absent.
+
+    Raises:
+        ConfigError: it is no list.
+    """
+    value = get(config, key)
+    if value is not None and not isinstance(value, ListConfig):
+        raise ConfigError(f"{WHERE}: {key}={value}: expected a list, as [{value}]")
+    return list(value or [])
 
 
 def device_of(config: DictConfig) -> str:
@@ -68,6 +109,7 @@ ONLY = (
     Only(f"{ACTOR}.deepspeed.mixed_precision", (), "set actor.deepspeed.dtype"),
     Only(f"{ACTOR}.qat.enable", (False,), "weights are trained as they are"),
     Only(f"{ACTOR}.optim.optimizer", ("AdamW",), "AdamW"),
+    Only(f"{ACTOR}.optim.optimizer_impl", ("torch.optim",), "torch's AdamW"),
     Only(f"{ACTOR}.optim.grad_clip", (), "set optim.clip_grad"),
     Only(f"{MODEL}.lora_rank", (0,), "all weights are trained; use 0"),
     Only(f"{MODEL}.lora.rank", (0,), "all weights are trained; use 0"),
@@ -121,18 +163,20 @@ ONLY = (
 )
 
 
-def teacher_entry(config: DictConfig) -> DictConfig:
-    """The one teacher's entry; the empty default one goes when there are others, as in verl."""
-    models = get(config, "distillation.teacher_models")
+def teacher_path(config: DictConfig) -> str:
+    """The key of the one teacher; the empty default one goes when there are others, as in verl.
+
+    Raises:
+        ConfigError: several, or none.
+    """
+    models = section(config, "distillation.teacher_models")
     names = [name for name in models if name != "teacher_model"] or ["teacher_model"]
     if len(names) != 1:
         raise not_supported("distillation.teacher_models", names, "one teacher for all rows")
-    teacher = models[names[0]]
-    if not teacher.model_path:
-        raise ConfigError(
-            f"{WHERE}: distillation.teacher_models.{names[0]}.model_path is missing: the teacher"
-        )
-    return teacher
+    path = f"distillation.teacher_models.{names[0]}"
+    if not get(config, f"{path}.model_path"):
+        raise ConfigError(f"{WHERE}: {path}.model_path is missing: the teacher")
+    return path
 
 
 def refuse_unsupported(config: DictConfig) -> None:
@@ -162,38 +206,30 @@ def refuse_unsupported(config: DictConfig) -> None:
             get(config, "data.truncation"),
             "prompts are not cut; set data.filter_overlong_prompts=true",
         )
-    loaded = get(config, f"{ACTOR}.checkpoint.load_contents")
-    if loaded is not None and not {"model", "optimizer", "extra"} <= set(loaded):
+    key = f"{ACTOR}.checkpoint.load_contents"
+    loaded = listed(config, key)
+    if get(config, key) is not None and not {"model", "optimizer", "extra"} <= set(loaded):
         raise not_supported(
-            f"{ACTOR}.checkpoint.load_contents",
-            list(loaded),
+            key,
+            loaded,
             "a run goes on with model, optimizer and extra",
         )
     for key in ("prompt_length", "response_length"):
         value, ours = get(config, f"{ROLLOUT}.{key}"), get(config, f"data.max_{key}")
         if value is not None and value != ours:
             raise not_supported(f"{ROLLOUT}.{key}", value, f"set it to data.max_{key}={ours}")
-    for engine, options in (get(config, f"{ROLLOUT}.engine_kwargs") or {}).items():
-        if engine == "vllm" and options:
-            key = min(options)
-            raise not_supported(
-                f"{ROLLOUT}.engine_kwargs.vllm.{key}", options[key], "see rollout.*"
-            )
-    if device_of(config) == "cpu":
-        _one_process_engines(config)
+    for key, value in section(config, f"{ROLLOUT}.engine_kwargs.vllm").items():
+        raise not_supported(f"{ROLLOUT}.engine_kwargs.vllm.{key}", value, "see rollout.*")
+    _refuse_widths(config)
 
 
-def _one_process_engines(config: DictConfig) -> None:
-    widths = {
-        f"{ROLLOUT}.tensor_model_parallel_size": get(
-            config, f"{ROLLOUT}.tensor_model_parallel_size"
-        ),
-        "distillation.teacher_models.*.inference.tensor_model_parallel_size": teacher_entry(
-            config
-        ).inference.tensor_model_parallel_size,
-    }
-    for key, width in widths.items():
-        if width != 1:
+def _refuse_widths(config: DictConfig) -> None:
+    for part in (ROLLOUT, f"{teacher_path(config)}.inference"):
+        key = f"{part}.tensor_model_parallel_size"
+        width = get(config, key)
+        if width is None:
+            raise ConfigError(f"{WHERE}: {key} is missing: the GPUs of one engine")
+        if width != 1 and device_of(config) == "cpu":
             raise not_supported(key, width, "set it to 1 on CPU")
 
 
