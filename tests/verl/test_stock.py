@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from verl_configs import compose, distillation_args
 
 from rock_opd.config import PolicyConfig
-from rock_opd.errors import ConfigError, DataError
+from rock_opd.errors import ConfigError, DataError, RockOPDError
 from rock_opd.integrations.verl.registry import RegistryActor
 from rock_opd.integrations.verl.stock import (
     RockOPDSyncTrainer,
@@ -329,6 +329,17 @@ def test_what_the_stock_trainer_cannot_do_is_refused(override, said, tmp_path):
     given = [a for a in distillation_args(tmp_path) if a not in NOT_READ]
     with pytest.raises(ConfigError, match=said):
         mask_recipe(compose([*given, override]))
+
+
+def test_what_is_said_of_a_list_names_the_key_of_the_block(tiny_models, tmp_path):
+    tokenizer = load_tokenizer(str(tiny_models / "student"))
+    guarded = tmp_path / "guarded.json"
+    guarded.write_text(str([tokenizer.eos_token_id]))
+    lists = ["+rock_opd.policy.name=list", f"+rock_opd.policy.ids_file={guarded}"]
+    trainer = Trainer(compose(args(tmp_path, tiny_models, *lists)))
+    trainer.tokenizer = tokenizer
+    with pytest.raises(RockOPDError, match=r"\+rock_opd\.policy\.guard_special"):
+        trainer.start_registry()
 
 
 def test_verl_takes_it_for_its_synchronous_trainer():

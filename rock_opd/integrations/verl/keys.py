@@ -440,8 +440,8 @@ KEYS = (
         "sync.bucket_bytes",
         _megabytes,
     ),
-    Key(f"{LOSS}.loss_mode", "loss.divergence", _divergence, "see [which losses](#which-losses)"),
-    Key(f"{LOSS}.loss_mode", "teacher.payload", _payload, "see [which losses](#which-losses)"),
+    Key(f"{LOSS}.loss_mode", "loss.divergence", _divergence, "with `use_policy_gradient`"),
+    Key(f"{LOSS}.loss_mode", "teacher.payload", _payload, "with `use_policy_gradient`"),
     Key(
         f"{LOSS}.topk",
         "teacher.top_k",

@@ -231,9 +231,11 @@ class TokenWeightsMixin:
             fingerprint=tokenizer_fingerprint(self.tokenizer),
             tokenizer=self.tokenizer,
         )
-        frozen_list, guard_ids, notices = listed_types(policy, vocabulary)
+        names = VerlNames(self.config)
+        with names.spoken():
+            frozen_list, guard_ids, notices = listed_types(policy, vocabulary)
         for notice in notices:
-            print(notice, flush=True)
+            print(names(notice), flush=True)
         settings = asdict(policy) | {"ids_file": None, "guard_file": None}
         where = Path(self.config.trainer.default_local_dir).resolve()
         fingerprints = to_json({"vocabulary": width, "seed": recipe.run.seed, "policy": settings})

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rock_opd.integrations.verl.recipe import KEYS
+from rock_opd.integrations.verl.keys import KEYS
 from rock_opd.integrations.verl.unsupported import ACTOR, LOSS, ONLY, ROLLOUT, TRAINER
 
 READ_BESIDE = (
