@@ -21,6 +21,7 @@ from rock_opd.redact import SECRET_NAME, redact, without_login
 # OmegaConf 2.3 knows no Literal types, so choices are plain strings checked in __post_init__.
 DTYPES = ("auto", "float32", "bfloat16")
 SOURCES = ("student", "dataset")
+ROW_FORMATS = ("auto", "verl")
 DIVERGENCES = ("reverse_kl", "forward_kl", "policy_gradient")
 NORMALIZERS = ("kept", "all")
 POLICIES = ("all", "list", "rock_freeze", "random_matched")
@@ -230,6 +231,11 @@ class DataConfig:
     """Rows to leave out at the front (they may serve as held-out prompts)."""
     shuffle: bool = True
     """Order of each epoch drawn from the seed; otherwise the file's own."""
+    row_format: str = "auto"
+    """auto: ours, or verl's where ours is not there (``messages`` or ``prompt``, ``answer`` or
+    ``reward_model.ground_truth``, ``id`` or ``extra_info.index``); verl: verl's columns alone."""
+    prompt_column: str | None = None
+    """Column of the prompts, of all files of this recipe; None: by ``row_format``."""
     on_bad_row: str = "skip"
     """skip (counted, first offenders named) or fail."""
     enable_thinking: bool | None = None
@@ -238,6 +244,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         _path("data.prompts", self.prompts)
         _choice("data.source", self.source, SOURCES)
+        _choice("data.row_format", self.row_format, ROW_FORMATS)
+        if self.prompt_column == "":
+            raise ConfigError("data.prompt_column must name a column, got ''; null takes the usual")
         _choice("data.on_bad_row", self.on_bad_row, ("skip", "fail"))
         _at_least("data.limit", self.limit, 0)
         _at_least("data.skip", self.skip, 0)

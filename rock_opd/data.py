@@ -23,7 +23,7 @@ import numpy as np
 from rock_opd.config import DataConfig, EvalConfig, Recipe
 from rock_opd.errors import DataError
 from rock_opd.models import tokenizer_fingerprint
-from rock_opd.prompt_rows import BadRow, Messages, RowReader, file_rows, numbered
+from rock_opd.prompt_rows import NOT_VERLS, BadRow, Messages, RowReader, file_rows, numbered
 from rock_opd.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def load_prompts(
     rendered with the same template), ``response_ids`` or ``response`` (with ``finished: false``
     when it was cut off: then no EOS is appended). verl's rows are read as they are:
     ``extra_info.index`` is the id (where it came before, the row's number),
-    ``reward_model.ground_truth`` the answer.
+    ``reward_model.ground_truth`` the answer; with ``cfg.row_format`` verl ``messages``, ``id`` and
+    ``answer`` are none of it.
 
     Args:
         max_prompt_tokens: longer prompts are bad rows.
@@ -113,6 +114,8 @@ def load_prompts(
             when ``cfg.on_bad_row`` is ``fail``, or no usable row at all.
     """
     path = Path(cfg.prompts)
+    as_verl = cfg.row_format == "verl"
+    column = cfg.prompt_column or ("prompt" if as_verl else None)
     reader = RowReader(
         tokenizer=tokenizer,
         max_prompt_tokens=max_prompt_tokens,
@@ -121,6 +124,7 @@ def load_prompts(
         enable_thinking=cfg.enable_thinking,
         need_answer=need_answer,
         need_response=cfg.source == "dataset",
+        prompt_column=column,
     )
     prompts: list[Prompt] = []
     messages: dict[str, Messages | str] = {}
@@ -128,7 +132,7 @@ def load_prompts(
     offenders: list[str] = []
     stop = cfg.skip + cfg.limit if cfg.limit else None
     num_rows, index = 0, -1
-    for index, row in enumerate(file_rows(path)):
+    for index, row in enumerate(file_rows(path, prompt_column=column)):
         if index < cfg.skip:
             continue
         if stop is not None and index >= stop:
@@ -137,6 +141,8 @@ def load_prompts(
         try:
             if isinstance(row, BadRow):
                 raise row
+            if as_verl:
+                row = {key: value for key, value in row.items() if key not in NOT_VERLS}
             prompt, source = reader.read(row, index)
             if prompt.prompt_id in messages and row.get("id") is None:
                 # verl's extra_info.index is unique within one data set, a file may hold several

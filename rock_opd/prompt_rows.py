@@ -44,11 +44,13 @@ ALWAYS_TOKENISED = 100_000
 """Characters that any tokenizer cuts in a moment."""
 COLUMNS = (
     *("id", "messages", "prompt", "answer", "reward_model", "data_source", "teacher_messages"),
-    *("response_ids", "response", "finished", "tokenizer", "extra_info"),
+    *("response_ids", "response", "finished", "tokenizer", "extra_info", "agent_name"),
 )
 """What a row may have that is read here; of a parquet file, nothing else is."""
 PICTURES = ("images", "videos", "audios")
 """Columns of verl's multi-modal files, whose prompts are no text without them."""
+NOT_VERLS = ("id", "answer")
+"""Columns that are ours alone: a file of verl's that has them means something else."""
 FOREIGN = {
     b"PAR1": "a parquet file by its content; give its name the ending .parquet",
     b"\x1f\x8b": "compressed (gzip); unpack it",
@@ -60,8 +62,11 @@ FOREIGN = {
 """How files begin that are no JSON lines whatever their name, and what to do about it."""
 
 
-def file_rows(path: Path) -> Iterator[dict[str, Any] | BadRow]:
+def file_rows(path: Path, *, prompt_column: str | None = None) -> Iterator[dict[str, Any] | BadRow]:
     """The file's rows; a line that is no JSON object comes as the ``BadRow`` it is.
+
+    Args:
+        prompt_column: the one that must be there; None: ``messages`` or ``prompt``.
 
     Raises:
         DataError: no such file, one that cannot be read, or one of another format.
@@ -77,7 +82,7 @@ def file_rows(path: Path) -> Iterator[dict[str, Any] | BadRow]:
     if path.suffix in (".jsonl", ".json"):
         yield from _jsonl_rows(path)
     elif path.suffix == ".parquet":
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, prompt_column)
     else:
         raise DataError(f"{path}: expected a .jsonl or .parquet file, got '{path.suffix}'")
 
@@ -141,19 +146,25 @@ def _lines(path: Path) -> Iterator[bytes | BadRow]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, prompt_column: str | None) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if twice := [name for name in COLUMNS if names.count(name) > 1]:
+            wanted = {*COLUMNS, *filter(None, [prompt_column])}
+            if twice := sorted(name for name in wanted if names.count(name) > 1):
                 raise DataError(
                     f"{path}: has {names.count(twice[0])} columns named '{twice[0]}'; rename all "
                     "but the one that is meant"
                 )
-            if not {"messages", "prompt"} & set(names):
+            if prompt_column is not None and prompt_column not in names:
+                raise DataError(
+                    f"{path}: no column '{prompt_column}', it has {', '.join(names[:8]) or 'none'};"
+                    " name the one that holds the prompts: data.prompt_column"
+                )
+            if prompt_column is None and not {"messages", "prompt"} & set(names):
                 raise DataError(
                     f"{path}: neither a column 'messages' nor 'prompt', it has "
                     f"{', '.join(names[:8]) or 'none'}; rename the one that holds the prompts"
@@ -163,7 +174,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
                     f"{path}: has a column '{pictures[0]}', and only text is trained on; without "
                     "it the prompts would read otherwise than was meant"
                 )
-            columns = [name for name in COLUMNS if name in names]
+            columns = [name for name in names if name in wanted]
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 yield from batch.to_pylist()
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
@@ -186,6 +197,7 @@ class RowReader:
         enable_thinking: bool | None,
         need_answer: bool,
         need_response: bool,
+        prompt_column: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._fingerprint = tokenizer_fingerprint(tokenizer)
@@ -197,6 +209,7 @@ class RowReader:
         self._enable_thinking = enable_thinking
         self._need_answer = need_answer
         self._need_response = need_response
+        self._prompt_column = prompt_column
 
     def read(self, row: dict[str, Any], index: int) -> tuple[Prompt, Messages | str]:
         """The prompt, and what of the row was rendered.
@@ -206,8 +219,9 @@ class RowReader:
 
         Raises:
             BadRow: the row cannot be used.
-            DataError: response ids of another tokenizer.
+            DataError: response ids of another tokenizer; a row for an agent with tools.
         """
+        _refuse_agents(row)
         try:
             return self._read(row, index)
         except (TypeError, ValueError, RecursionError) as error:  # such as half a surrogate pair
@@ -236,16 +250,19 @@ class RowReader:
         return prompt, source
 
     def _source(self, row: dict[str, Any]) -> Messages | str:
-        if row.get("messages") is not None:
-            return _messages(row["messages"], "messages")
-        prompt = row.get("prompt")
+        column = self._prompt_column
+        if column is None:
+            column = "messages" if row.get("messages") is not None else "prompt"
+        prompt = row.get(column)
         if prompt is None:
             keys = ", ".join(map(repr, list(row)[:6])) or "none"
-            raise BadRow("no prompt", f"neither 'messages' nor 'prompt' is given; keys: {keys}")
-        if not isinstance(prompt, str):
-            return _messages(prompt, "prompt")
+            named = self._prompt_column
+            what = f"'{named}' is not" if named else "neither 'messages' nor 'prompt' is"
+            raise BadRow("no prompt", f"{what} given; keys: {keys}")
+        if column == "messages" or not isinstance(prompt, str):
+            return _messages(prompt, column)
         if not prompt.strip():
-            raise BadRow("empty prompt", "'prompt' is empty")
+            raise BadRow("empty prompt", f"'{column}' is empty")
         if self._tokenizer.chat_template is None:
             return prompt
         return [{"role": "user", "content": prompt}]
@@ -323,6 +340,21 @@ class RowReader:
                 "response too long", f"{len(ids)} tokens, the limit is {self._max_response}"
             )
         return np.asarray(ids, np.int32)
+
+
+def _refuse_agents(row: dict[str, Any]) -> None:
+    """Refuses verl's rows that are not answered in one turn: sampled so, they are another task."""
+    agent, extra = row.get("agent_name"), row.get("extra_info")
+    if agent not in (None, "", "single_turn_agent"):
+        asks = f"'agent_name' is {agent!r}"
+    elif isinstance(extra, dict) and extra.get("need_tools_kwargs"):
+        asks = "'extra_info.need_tools_kwargs' is true"
+    else:
+        return
+    raise DataError(
+        f"{asks}, and answers are sampled in one turn without tools; leave it out to train on such "
+        "answers"
+    )
 
 
 def render_chat(

@@ -41,17 +41,22 @@ def write(path: Path, *rows: object) -> DataConfig:
     return DataConfig(prompts=str(path), shuffle=False)
 
 
+def load_file(path: str | Path, tokenizer, **more: object):
+    """Keywords go to ``load_prompts`` or, where it has the key, to the config."""
+    cfg = DataConfig(prompts=str(path), shuffle=False)
+    for key in list(more):
+        if hasattr(cfg, key):
+            cfg = replace(cfg, **{key: more.pop(key)})
+    return load_prompts(cfg, tokenizer=tokenizer, max_prompt_tokens=64, **more)
+
+
 @pytest.fixture
 def load(tmp_path: Path, tokenizer):
-    """Loads rows given as arguments; keywords go to ``load_prompts`` or, where it has the key, to
-    the config."""
+    """Loads rows given as arguments; keywords as in ``load_file``."""
 
     def run(*rows: object, **more: object):
         cfg = write(tmp_path / "rows.jsonl", *rows)
-        for key in list(more):
-            if hasattr(cfg, key):
-                cfg = replace(cfg, **{key: more.pop(key)})
-        return load_prompts(cfg, tokenizer=tokenizer, max_prompt_tokens=64, **more)
+        return load_file(cfg.prompts, tokenizer, **more)
 
     return run
 
@@ -101,8 +106,7 @@ def load_parquet(rows: list[dict], path: Path, tokenizer, **more: object):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(rows), path)
-    cfg = DataConfig(prompts=str(path), shuffle=False)
-    return load_prompts(cfg, tokenizer=tokenizer, max_prompt_tokens=64, **more)
+    return load_file(path, tokenizer, **more)
 
 
 def test_verl_columns_are_read_as_they_are(tokenizer, tmp_path):
@@ -143,6 +147,51 @@ def test_a_ground_truth_of_several_parts_is_no_answer_and_no_fault_of_a_training
     assert prompt.answer is None
     with pytest.raises(DataError, match="the answer is an object"):
         load_parquet(rows, tmp_path / "verl.parquet", tokenizer, need_answer=True)
+
+
+def test_as_verls_a_row_is_read_by_verls_columns_alone(tokenizer, tmp_path):
+    rows = [
+        verl_row(0) | {"messages": user("other"), "answer": "step by step #### 4", "id": "same"},
+        verl_row(1, "3+3?") | {"messages": user("other"), "answer": "no", "id": "same"},
+    ]
+    own = load_parquet(rows, tmp_path / "rows.parquet", tokenizer)
+    assert ids(own) == ["same"] and own.skipped == {"duplicate id": 1}
+    verls = load_parquet(rows, tmp_path / "rows.parquet", tokenizer, row_format="verl")
+    assert ids(verls) == ["0", "1"]
+    assert [p.answer for p in verls.prompts] == ["4", "4"]
+    assert verls.messages["1"][-1]["content"] == "3+3?"
+
+
+def test_a_named_column_holds_the_prompts_and_no_other_stands_in_for_it(tokenizer, tmp_path, load):
+    rows = [verl_row(0) | {"question": user("Which?")}]
+    path = tmp_path / "rows.parquet"
+    for row_format in ("auto", "verl"):
+        more = {"row_format": row_format, "prompt_column": "question"}
+        loaded = load_parquet(rows, path, tokenizer, **more)
+        assert loaded.messages["0"] == user("Which?")
+        with pytest.raises(DataError, match=r"rows.parquet: no column 'asked', it has data_source"):
+            load_parquet(rows, path, tokenizer, row_format=row_format, prompt_column="asked")
+    with pytest.raises(DataError, match=r"no prompt: 'asked' is not given; keys: 'data_source'"):
+        load(rows[0], prompt_column="asked")
+    with pytest.raises(DataError, match="no column 'prompt', it has messages"):
+        load_parquet([{"messages": user("x")}], path, tokenizer, row_format="verl")
+    assert load({"question": "Why?"}, prompt_column="question").prompts
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"agent_name": "tool_agent"}, "'agent_name' is 'tool_agent'"),
+        ({"extra_info": {"index": 0, "need_tools_kwargs": True}}, "need_tools_kwargs' is true"),
+    ],
+)
+def test_a_file_for_an_agent_with_tools_is_refused(tokenizer, tmp_path, change, said):
+    plain = verl_row(0) | {"agent_name": "single_turn_agent"}
+    plain["extra_info"] |= {"need_tools_kwargs": False}
+    path = tmp_path / "rows.parquet"
+    assert ids(load_parquet([plain], path, tokenizer)) == ["0"]
+    with pytest.raises(DataError, match=rf"rows.parquet, row 2: .*{said}, and answers are sampled"):
+        load_parquet([plain, plain | change], path, tokenizer)
 
 
 def test_a_multi_modal_file_of_verl_is_refused(tokenizer, tmp_path):

@@ -17,7 +17,7 @@ from rock_opd.integrations.verl.keys import KEYS, key_table
 from rock_opd.integrations.verl.names import VerlNames
 from rock_opd.integrations.verl.recipe import recipe_from_verl, with_warmup
 from rock_opd.integrations.verl.unread import unread_keys, verl_defaults
-from rock_opd.integrations.verl.unsupported import ONLY, refusal_table
+from rock_opd.integrations.verl.unsupported import ONLY, refusal_table, under
 
 ROOT = Path(__file__).parents[2]
 ARGS = distillation_args(Path("checkpoints/demo/tiny"))
@@ -228,6 +228,8 @@ def test_a_wrong_key_of_the_block_names_the_nearest():
     assert "trainer.default_local_dir" in refusal("+rock_opd.run.name=mine")
 
 
+TEACHER = "distillation.teacher_models.teacher_model"
+ROLLOUT, CHECKPOINT = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.checkpoint"
 REFUSED = {
     "distillation.enabled=false": "distillation.enabled=False",
     "distillation.distillation_loss.use_task_rewards=true": "use_task_rewards=True",
@@ -248,7 +250,14 @@ REFUSED = {
     "+distillation.teacher_models={a:{model_path:x},b:{model_path:y}}": "one teacher",
     "data.custom_cls.path=mine.py": "data.custom_cls.path=mine.py",
     "reward.custom_reward_function.path=mine.py": "custom_reward_function.path=mine.py",
-    "data.prompt_key=question": "data.prompt_key=question",
+    f"+{ROLLOUT}.engine_kwargs.vllm.max_logprobs=3": "rollout.engine_kwargs.vllm.max_logprobs=3",
+    f"{CHECKPOINT}.save_contents=[model]": "checkpoint.save_contents=['model']",
+    f"{CHECKPOINT}.save_contents=[model,optimizer,extra,foo]": "checkpoint.save_contents=",
+    f"{CHECKPOINT}.load_contents=[model]": "checkpoint.load_contents=['model']",
+    f"{TEACHER}.inference.name=sglang": f"{TEACHER}.inference.name=sglang",
+    f"{TEACHER}.inference.data_parallel_size=2": f"{TEACHER}.inference.data_parallel_size=2",
+    f"{TEACHER}.inference.load_format=dummy": f"{TEACHER}.inference.load_format=dummy",
+    f"+{TEACHER}.inference.engine_kwargs.vllm.max_logprobs=3": "vllm.max_logprobs=3",
     "data.train_files=[a.parquet,b.parquet]": "one parquet or JSONL file",
     "trainer.default_hdfs_dir=hdfs://x": "+rock_opd.run.mirror",
     "+data.apply_chat_template_kwargs.tools=x": "apply_chat_template_kwargs.tools=x",
@@ -269,7 +278,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(override):
 
 TOPK = "distillation.distillation_loss.loss_mode=rock_reverse_kl_topk"
 DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=true"
-TEACHER = "distillation.teacher_models.teacher_model"
 WRONG = [
     (f"{OPTIM}.lr", "abc"),
     (f"{OPTIM}.lr", "null"),
@@ -385,15 +393,15 @@ def test_a_value_out_of_range_names_verls_key_too():
 
 def test_every_key_of_the_tables_exists_in_verls_own_config():
     """A key that verl renamed would be passed over in silence."""
-    teacher = "distillation.teacher_models.teacher_model"
     base = [a for a in ARGS if "deepspeed" not in a and "rock_opd.integrations" not in a]
     configs = [compose(ARGS), compose(base)]
     absent = "trainer.remove", object()
-    names = [key.verl.replace("<teacher>", teacher) for key in KEYS] + [only.verl for only in ONLY]
+    names = [under(TEACHER, row.verl) for row in (*KEYS, *ONLY)]
     may_be_absent = {
         "actor_rollout_ref.actor.optim.grad_clip",  # verl's old name, still read
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class",  # not in verl's yaml
         "data.function_tool_path",
+        f"{TEACHER}.inference.quantization",
     }
     missing = [
         name
@@ -413,3 +421,36 @@ def test_a_key_that_nothing_reads_is_told_and_none_that_follows_another():
     OmegaConf.resolve(config)  # as verl's task runner does
     defaults = verl_defaults(config.model_engine)
     assert unread_keys(config, defaults) == ["actor_rollout_ref.actor.clip_ratio"]
+
+
+UNREAD = {
+    f"{TEACHER}.inference.max_model_len": "10",
+    f"{TEACHER}.inference.temperature": "0.5",  # verl's own follows the rollout's
+    f"{TEACHER}.inference.enforce_eager": "false",
+    f"{TEACHER}.num_replicas": "2",
+    f"{TEACHER}.key": "foo",
+    f"{CHECKPOINT}.foo": "1",
+    f"{ROLLOUT}.engine_kwargs.sglang.foo": "1",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": "true",  # follows the actor's
+}
+
+
+@pytest.mark.parametrize("resolved", [False, True])
+@pytest.mark.parametrize("key", UNREAD)
+def test_every_key_that_is_set_and_not_read_is_told_wherever_it_stands(key, resolved):
+    config = compose([*ARGS, f"++{key}={UNREAD[key]}"])
+    if resolved:
+        OmegaConf.resolve(config)
+    recipe_from_verl(config)
+    assert unread_keys(config, verl_defaults(config.model_engine)) == [key]
+
+
+def test_what_is_set_to_verls_own_value_is_not_told():
+    config = compose([*ARGS, f"{TEACHER}.inference.temperature=1.0", f"{TEACHER}.num_replicas=0"])
+    assert unread_keys(config, verl_defaults(config.model_engine)) == []
+
+
+def test_verls_own_columns_are_the_ones_read():
+    plain, other = recipe(), recipe("data.prompt_key=question")
+    assert (plain.data.row_format, plain.data.prompt_column) == ("verl", "prompt")
+    assert other.data.prompt_column == "question"

@@ -25,6 +25,7 @@ from rock_opd.integrations.verl.unsupported import (
     get,
     listed,
     not_supported,
+    under,
 )
 
 WARMUP_STEPS = f"{ACTOR}.optim.lr_warmup_steps"
@@ -329,7 +330,7 @@ class Key:
         Args:
             teacher: ``unsupported.teacher_path``.
         """
-        return self.verl.replace("<teacher>", teacher)
+        return under(teacher, self.verl)
 
 
 _ALIKE = (_same, _given, _positive_or_0, _path, _folder, _one_file, _dtype)
@@ -371,7 +372,12 @@ KEYS = (
         settle=_validation_file,
     ),
     Key("data.train_max_samples", "data.limit", note="with `data.shuffle=false`", settle=_limit),
-    Key("data.shuffle", "data.shuffle"),
+    Key(
+        "data.shuffle",
+        "data.shuffle",
+        note="false: the rows go round and round; verl leaves out what is left at an epoch's end",
+    ),
+    Key("data.prompt_key", "data.prompt_column", _given),
     Key("data.seed", "run.seed", _given, "null: 0"),
     Key(
         "data.filter_overlong_prompts", "data.on_bad_row", _on_bad_row, "true: `skip`, else `fail`"

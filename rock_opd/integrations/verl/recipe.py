@@ -70,7 +70,7 @@ def recipe_from_verl(config: DictConfig) -> Recipe:
             raise not_supported(
                 f"{TRAINER}.{key}", get(block, key), "set trainer.default_local_dir"
             )
-    tree = OmegaConf.create({"run": {"name": TRAINER}})
+    tree = OmegaConf.create({"run": {"name": TRAINER}, "data": {"row_format": "verl"}})
     plain = [key for key in KEYS if key.settle is None]
     _put(tree, config, plain, lambda key, value: key.convert(value, config))
     late = [key for key in KEYS if key.settle is not None and get(block, key.ours) is None]

@@ -10,50 +10,78 @@ from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rock_opd.integrations.verl.keys import KEYS
-from rock_opd.integrations.verl.unsupported import ACTOR, LOSS, ONLY, ROLLOUT, TRAINER
+from rock_opd.integrations.verl.unsupported import (
+    ACTOR,
+    LOSS,
+    ONLY,
+    ROLLOUT,
+    TRAINER,
+    teacher_path,
+    under,
+)
 
 READ_BESIDE = (
     *(TRAINER, "hydra", "model_engine", "ray_kwargs", "transfer_queue"),
     *("trainer.v1.trainer_mode", "trainer.use_v1", "trainer.nnodes", "trainer.logger"),
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
     *("trainer.resume_from_path", "trainer.checkpoint_callback_class", "trainer.val_before_train"),
-    *("distillation.teacher_models", "distillation.n_gpus_per_node", "distillation.nnodes"),
+    *("distillation.n_gpus_per_node", "distillation.nnodes"),
     *(f"{LOSS}.loss_mode", f"{LOSS}.topk", f"{LOSS}.use_policy_gradient"),
     *("algorithm.adv_estimator", "data.gen_batch_size", "data.truncation"),
     *(f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
-    *(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.checkpoint", f"{ACTOR}.optim.lr_warmup_steps"),
+    *(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.optim.lr_warmup_steps"),
+    *(f"{ACTOR}.checkpoint.save_contents", f"{ACTOR}.checkpoint.load_contents"),
     *(f"{ACTOR}.optim.min_lr_ratio", f"{ACTOR}.optim.num_cycles", f"{ACTOR}.optim.warmup_style"),
-    *(f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.response_length", f"{ROLLOUT}.engine_kwargs"),
+    *(f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.response_length"),
     *(f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
 )
-"""Read elsewhere than by the tables, or asked for by verl itself; with all that is below them."""
+"""Read elsewhere than by the tables, or asked for by verl itself; with what is below them."""
 
 
 def unread_keys(config: DictConfig, defaults: DictConfig) -> list[str]:
     """Keys whose value is not verl's default and which nothing of ours reads, in verl's order.
 
     Args:
-        config: as the run has it.
+        config: as the run has it; it must have a teacher.
         defaults: verl's own of the same ``model_engine``, not resolved: a key that follows another
-            one was not set by the person.
+            one was not set by the person where it has the other's value.
     """
-    read = {*READ_BESIDE, *(key.verl for key in KEYS), *(only.verl for only in ONLY)}
+    teacher = teacher_path(config)
+    read = {*READ_BESIDE, *(under(teacher, row.verl) for row in (*KEYS, *ONLY))}
+    scratch = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
     found = []
     for key, value in _leaves(config):
         parts = key.split(".")
         if read & {".".join(parts[:n]) for n in range(1, len(parts) + 1)}:
             continue
-        parent, _, name = key.rpartition(".")
-        node = OmegaConf.select(defaults, parent) if parent else defaults
-        if isinstance(node, DictConfig) and name in node:
-            if OmegaConf.is_interpolation(node, name) or OmegaConf.is_missing(node, name):
-                continue
-            if node[name] == value:
-                continue
-        found.append(key)
+        if value != _default(key, value, defaults, scratch):
+            found.append(key)
     return found
+
+
+def _default(key: str, value: Any, defaults: DictConfig, scratch: DictConfig) -> Any:
+    """What the key would be had nobody set it, with the other keys as they are; a thing equal to
+    nothing where it would not be there.
+
+    Args:
+        scratch: a copy of the config to try it in.
+    """
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(defaults, parent) if parent else defaults
+    if not isinstance(node, DictConfig) or name not in node.keys():  # noqa: SIM118 (resolves)
+        return object()
+    if not OmegaConf.is_interpolation(node, name):
+        return object() if OmegaConf.is_missing(node, name) else node[name]
+    OmegaConf.update(scratch, key, OmegaConf.to_container(node, resolve=False)[name], merge=False)
+    try:
+        return OmegaConf.select(scratch, key)
+    except OmegaConfBaseException:  # it follows what is not there
+        return object()
+    finally:
+        OmegaConf.update(scratch, key, value, merge=False)
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

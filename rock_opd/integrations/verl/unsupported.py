@@ -83,6 +83,7 @@ class Only:
     """A key of verl that is honoured with these values alone; null and an absent key are fine."""
 
     verl: str
+    """As ``keys.Key.verl``."""
     values: tuple[Any, ...]
     supported: str
 
@@ -125,7 +126,6 @@ ONLY = (
     Only(f"{MODEL}.external_lib", (), "no code of others is imported"),
     Only("data.tokenizer", (), _NOT_HERE),
     Only("data.custom_cls.path", (), "rows are read as RLHFDataset's, by rock_opd.prompt_rows"),
-    Only("data.prompt_key", ("prompt", "messages"), "name the column 'prompt' or 'messages'"),
     Only(
         "data.image_key", ("images",), "text alone is trained on: files with pictures are refused"
     ),
@@ -160,7 +160,25 @@ ONLY = (
     Only("global_profiler.tool", (), "profilers of verl do not reach our actors"),
     Only("skip.rollout.enable", (False,), "use false"),
     Only("skip.rollout_tq.enable", (False,), "use false"),
+    Only("<teacher>.inference.name", ("vllm",), "vllm"),
+    Only(
+        "<teacher>.inference.data_parallel_size", (1,), "distillation.n_gpus_per_node is for more"
+    ),
+    Only("<teacher>.inference.load_format", ("auto",), "the teacher has its checkpoint's weights"),
+    Only("<teacher>.inference.quantization", (), "the teacher has its checkpoint's weights"),
 )
+
+TRAINED = ("model", "optimizer", "extra")
+"""Of verl's contents of a checkpoint, what a run goes on with: saved and loaded together."""
+
+
+def under(teacher: str, key: str) -> str:
+    """The name in verl's config of a key that may begin with ``<teacher>``.
+
+    Args:
+        teacher: ``teacher_path``.
+    """
+    return key.replace("<teacher>", teacher)
 
 
 def teacher_path(config: DictConfig) -> str:
@@ -181,9 +199,12 @@ def teacher_path(config: DictConfig) -> str:
 
 def refuse_unsupported(config: DictConfig) -> None:
     for only in ONLY:
-        value = get(config, only.verl)
+        key = only.verl
+        if "<teacher>" in key:
+            key = under(teacher_path(config), key)
+        value = get(config, key)
         if value is not None and value not in only.values:
-            raise not_supported(only.verl, value, only.supported)
+            raise not_supported(key, value, only.supported)
     algorithm = get(config, "algorithm.adv_estimator")
     if algorithm == "gae" and get(config, "critic.enable") is None:
         raise not_supported(
@@ -206,20 +227,21 @@ def refuse_unsupported(config: DictConfig) -> None:
             get(config, "data.truncation"),
             "prompts are not cut; set data.filter_overlong_prompts=true",
         )
-    key = f"{ACTOR}.checkpoint.load_contents"
-    loaded = listed(config, key)
-    if get(config, key) is not None and not {"model", "optimizer", "extra"} <= set(loaded):
-        raise not_supported(
-            key,
-            loaded,
-            "a run goes on with model, optimizer and extra",
-        )
+    for name in ("save_contents", "load_contents"):
+        key = f"{ACTOR}.checkpoint.{name}"
+        contents = listed(config, key)
+        if get(config, key) is not None and {*contents} - {"hf_model"} != {*TRAINED}:
+            raise not_supported(
+                key, contents, f"[{', '.join(TRAINED)}], and hf_model for a folder to serve from"
+            )
     for key in ("prompt_length", "response_length"):
         value, ours = get(config, f"{ROLLOUT}.{key}"), get(config, f"data.max_{key}")
         if value is not None and value != ours:
             raise not_supported(f"{ROLLOUT}.{key}", value, f"set it to data.max_{key}={ours}")
-    for key, value in section(config, f"{ROLLOUT}.engine_kwargs.vllm").items():
-        raise not_supported(f"{ROLLOUT}.engine_kwargs.vllm.{key}", value, "see rollout.*")
+    for part in (ROLLOUT, f"{teacher_path(config)}.inference"):
+        section(config, f"{part}.engine_kwargs")
+        for key, value in section(config, f"{part}.engine_kwargs.vllm").items():
+            raise not_supported(f"{part}.engine_kwargs.vllm.{key}", value, f"see {part}.*")
     _refuse_widths(config)
 
 
@@ -237,6 +259,7 @@ def refusal_table() -> str:
     """``ONLY`` as the table of docs/verl.md."""
     rows = ["| verl key | values | otherwise it says |", "|---|---|---|"]
     for only in ONLY:
+        key = under("distillation.teacher_models.*", only.verl)
         values = ", ".join(f"`{json.dumps(value)}`" for value in only.values) or "`null`"
-        rows.append(f"| `{only.verl}` | {values} | {only.supported} |")
+        rows.append(f"| `{key}` | {values} | {only.supported} |")
     return "\n".join(rows) + "\n"
