@@ -95,11 +95,20 @@ def follow(args: list[str], run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def readings(rows: list[dict[str, Any]], role: str, *, after: int) -> list[tuple[int, float]]:
+    """Step and MB of one role from the step ``after`` on; one that has just ended holds 0, and is
+    left out."""
+    return [
+        (row["step"], row["mb"][role])
+        for row in rows
+        if row["step"] >= after and row["mb"].get(role, 0.0) > 0
+    ]
+
+
 def growth(rows: list[dict[str, Any]], role: str, *, after: int) -> dict[str, float]:
     """Of one role's resident memory: the least-squares slope over the steps from ``after`` on, in
     MB per 100 steps, and the medians of the first and last tenth of them."""
-    chosen = [(r["step"], r["mb"][role]) for r in rows if r["step"] >= after and role in r["mb"]]
-    step, mb = np.array(chosen, np.float64).T
+    step, mb = np.array(readings(rows, role, after=after), np.float64).T
     tenth = max(1, len(mb) // 10)
     return {
         "slope_mb_per_100_steps": float(np.polyfit(step, mb, 1)[0] * 100),
@@ -117,7 +126,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for role in sorted({role for row in rows for role in row["mb"]}):
-        points = [(r["step"], r["mb"][role]) for r in rows if role in r["mb"] and r["step"] > 0]
+        points = readings(rows, role, after=1)
         axes.plot(*zip(*points, strict=True), label=role, linewidth=1.2)
     axes.set(xlabel="step", ylabel="resident memory (MB)", ylim=(0, None))
     axes.grid(alpha=0.3)
