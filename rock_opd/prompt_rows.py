@@ -159,15 +159,13 @@ def _parquet_rows(path: Path, prompt_column: str | None) -> Iterator[dict[str, A
                     f"{path}: has {names.count(twice[0])} columns named '{twice[0]}'; rename all "
                     "but the one that is meant"
                 )
-            if prompt_column is not None and prompt_column not in names:
+            if not ({prompt_column} if prompt_column else {"messages", "prompt"}) & set(names):
+                none = f"no column '{prompt_column}'"
+                if prompt_column is None:
+                    none = "neither a column 'messages' nor 'prompt'"
                 raise DataError(
-                    f"{path}: no column '{prompt_column}', it has {', '.join(names[:8]) or 'none'};"
-                    " name the one that holds the prompts: data.prompt_column"
-                )
-            if prompt_column is None and not {"messages", "prompt"} & set(names):
-                raise DataError(
-                    f"{path}: neither a column 'messages' nor 'prompt', it has "
-                    f"{', '.join(names[:8]) or 'none'}; rename the one that holds the prompts"
+                    f"{path}: {none}, it has {', '.join(names[:8]) or 'none'}; name the one that "
+                    "holds the prompts: data.prompt_column"
                 )
             if pictures := [name for name in PICTURES if name in names]:
                 raise DataError(

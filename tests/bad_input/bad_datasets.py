@@ -659,7 +659,24 @@ FILES = [
         "a parquet file of another schema",
         lambda bench: table(bench.folder / "rows.parquet", [{"question": "hi", "solution": "ho"}]),
         r"neither a column 'messages' nor 'prompt', it has question, solution",
-        "Rename the column that holds the prompts.",
+        "Name the column: data.prompt_column=question.",
+    ),
+    file(
+        "parquet-no-such-column",
+        "a data.prompt_column that the file lacks",
+        lambda bench: table(bench.folder / "rows.parquet", [{"question": "hi", "prompt": "ho"}]),
+        r"no column 'asked', it has question, prompt; name the one that holds the prompts",
+        "Name one that is there; no other stands in for it.",
+        prompt_column="asked",
+    ),
+    file(
+        "verl-agent",
+        "verl's rows for an agent with tools",
+        lambda bench: table(
+            bench.folder / "rows.parquet", [{"prompt": [USER], "agent_name": "tool_agent"}]
+        ),
+        r"row 1: 'agent_name' is 'tool_agent', and answers are sampled in one turn without tools",
+        "Leave the column out to train on answers of one turn.",
     ),
     file(
         "parquet-torn",
