@@ -95,7 +95,7 @@ troubleshooting: $(READY)
 # docs/reliability.md from them. Remove runs/chaos to start over.
 CHAOS_KILLS ?= 200
 CHAOS_ARGS ?=
-SOAK_STEPS ?= 500
+SOAK_STEPS ?= 1000
 chaos: $(READY)
 	$(PY) tests/chaos/equality.py --out runs/chaos
 	$(PY) tests/chaos/soak.py --steps $(SOAK_STEPS) --out runs/chaos \
