@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,21 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def no_ray_by_accident() -> Iterator[None]:
+    """Many calls of Ray start one where there is none; it would stay, and be in the way of the
+    tests that start their own."""
+
+    def connected() -> bool:
+        return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+    before = connected()
+    yield
+    if connected() and not before:
+        sys.modules["ray"].shutdown()
+        pytest.fail("the test started a Ray in this process and left it there")
 
 
 @pytest.fixture(scope="session")

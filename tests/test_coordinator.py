@@ -1001,6 +1001,7 @@ def test_a_run_with_nothing_whole_or_of_another_recipe_is_refused_before_its_eng
         raise AssertionError("the engines were started")
 
     monkeypatch.setattr("rock_opd.actors.starting.start_roles", start)
+    monkeypatch.setattr("rock_opd.actors.processes.this_process", lambda role, index: None)
     monkeypatch.setattr("rock_opd.driver.stop_token_ids", lambda model: [5])
     run = coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles())
     run.run()
