@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rock_opd.actors.processes import Process
 from rock_opd.checkpoint import load_checkpoint
 from rock_opd.config import Recipe
 from rock_opd.coordinator import Coordinator
@@ -1000,8 +1001,11 @@ def test_a_run_with_nothing_whole_or_of_another_recipe_is_refused_before_its_eng
     def start(recipe: Recipe, **_: Any) -> None:
         raise AssertionError("the engines were started")
 
+    def process(role: str, index: int) -> Process:
+        return Process(role=role, index=index, pid=1, started=0, node_id="n", ip="127.0.0.1")
+
     monkeypatch.setattr("rock_opd.actors.starting.start_roles", start)
-    monkeypatch.setattr("rock_opd.actors.processes.this_process", lambda role, index: None)
+    monkeypatch.setattr("rock_opd.actors.processes.this_process", process)
     monkeypatch.setattr("rock_opd.driver.stop_token_ids", lambda model: [5])
     run = coordinator(make_recipe(tmp_path, "run.stop_after=1"), Roles())
     run.run()
