@@ -71,11 +71,12 @@ def _default(key: str, value: Any, defaults: DictConfig, scratch: DictConfig) ->
     """
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(defaults, parent) if parent else defaults
-    if not isinstance(node, DictConfig) or name not in node.keys():  # noqa: SIM118 (resolves)
+    raw = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else {}
+    if name not in raw:
         return object()
     if not OmegaConf.is_interpolation(node, name):
         return object() if OmegaConf.is_missing(node, name) else node[name]
-    OmegaConf.update(scratch, key, OmegaConf.to_container(node, resolve=False)[name], merge=False)
+    OmegaConf.update(scratch, key, raw[name], merge=False)
     try:
         return OmegaConf.select(scratch, key)
     except OmegaConfBaseException:  # it follows what is not there
